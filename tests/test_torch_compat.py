@@ -192,7 +192,7 @@ def given(patch: Patch) -> tuple[Any, ...]:
         "optimizers": (routes.routed, routes.remembering),
         "before_start": (len, len, len), "dlpack": (lambda own: len,), "sharing": (lambda own: len,),
         "wrappers": (len,), "cache": (len, len), "shared_inputs": (), "objects": (), "cut": ((some,), ()),
-        "handlers": (*intact.handled(), lambda handler, number: len),
+        "handlers": (*intact.handled(), lambda handler, number: len), "traced_streams": (lambda callback: False,),
         "kernels": ({some: {**dict.fromkeys(some.py_kernels, MISSING), torch._C.DispatchKey.Meta: len}},),
         "counts": (importlib.import_module("torch.optim.adam"), [], 3), "compiling": (True,)}
     return every[patch.name]

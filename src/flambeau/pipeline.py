@@ -15,25 +15,29 @@ import torch
 import torch.fx as fx
 
 from flambeau.capture.graph import Captured, capture
+from flambeau.capture.stream_turns import is_streamed
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.numerics import policy_of
-from flambeau.ir.program import ContractKernel, Launch, LoopKernel, Program, ScanKernel
+from flambeau.ir.program import ContractKernel, Fence, Launch, LoopKernel, Program, ScanKernel
 from flambeau.product_choice import own_products
 from flambeau.runtime.executor import write
+from flambeau.runtime.host_copies import NOTES, link_rate
 from flambeau.runtime.launch_plan import LaunchPlan, Run
-from flambeau.runtime.placement import graph_device, target_of
+from flambeau.runtime.placement import graph_device, has_streams, target_of
 from flambeau.runtime.progress import progress
 from flambeau.runtime.recordable import recordable
 from flambeau.runtime.recording import function_now
 from flambeau.runtime.result_checks import promises_of
 from flambeau.runtime.watchers import BOUND
+from flambeau.schedule.offload import COPIES, moves, offloaded
+from flambeau.schedule.overlap import overlapped
 from flambeau.schedule.plan import schedule
+from flambeau.schedule.streams import on_own_streams
 from flambeau.targets.background import Closing, check, fork_safe
 from flambeau.targets.base import Build, Target
 from flambeau.torch_compat.fake import unset_fake_temporarily
 from flambeau.torch_compat.logs import artifact_log
-from flambeau.torch_compat.streams import uses_streams
 
 log = logging.getLogger(__name__)
 # What TORCH_LOGS shows by these names of other backends as well.
@@ -52,6 +56,8 @@ class Options:
     contractions: str = field(default_factory=lambda: config.contractions)  # whose kernels: library, own or choose
     search: bool = False  # time other block shapes at the first call
     graphs: bool = False  # record runs, and replay them
+    streams: str | None = None  # "auto": steps side by side on streams of the program's own
+    offload: str | float | None = None  # how much less of what a backward needs is kept on the device
     part: bool = False  # of something whose other parts were traced with the strides of torch's metadata
 
 
@@ -109,7 +115,7 @@ class Compiled:
                       f"run as ATen. Please report this with the following text.\n{first}",
                       RuntimeWarning, stacklevel=2)
         if origins <= self.exclude:
-            if uses_streams(self.gm.graph):
+            if is_streamed(self.gm):
                 raise first
             self.run = interpret(self.gm)
             return self.run
@@ -138,7 +144,7 @@ def compile_graph(gm: fx.GraphModule, options: Options | None = None, exclude: f
     except CompileError:
         raise
     except Exception as e:  # whatever is wrong with the compiler, the model runs
-        if config.verify or uses_streams(gm.graph):  # operator by operator, all would be on one stream
+        if config.verify or is_streamed(gm):  # operator by operator, all would be on one stream
             raise
         warnings.warn(f"flambeau: this graph runs as ATen because it could not be compiled: {type(e).__name__}: {e}. "
                       "Please report it.", RuntimeWarning, stacklevel=2)
@@ -175,7 +181,7 @@ def lowered(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = froz
 
 def region_run(options: Options, gm: fx.GraphModule, own: frozenset[str]) -> Run:
     """A part of a graph with these products as kernels of ours, in whose shapes they are fastest."""
-    return boxed(_compile(gm, replace(options, graphs=False), frozenset(), own))
+    return boxed(_compile(gm, replace(options, graphs=False, streams=None), frozenset(), own))
 
 
 def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own: frozenset[str] | None = None
@@ -200,10 +206,27 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own:
         t3 = time.perf_counter()
         build = target.build(texts) if texts else None
     promises = promises_of(gm, captured.symbols.index) if config.verify is True else None
-    package = write(program, target.name, texts, device, promises)
+    if gm.meta.get(NOTES):
+        program = replace(program, notes=(*program.notes, *gm.meta[NOTES]))
+    recordings, fence = None, None
+    if moves(program):
+        caps = captured.graph.capabilities
+        program = offloaded(program, caps.tuning, link_rate(target, device), caps.arena_most, options.graphs)
+        fence = Fence((COPIES,)) if options.graphs else None
     if options.graphs:
-        positions = [program.arguments.index(name) for name in program.inputs]
-        package = replace(package, graphs=recordable(program, gm, positions, device))
+        recordings = recordable(program, gm, device)
+        if program.streams and fence is None and not recordings.obstacle:
+            program, fence = on_own_streams(program)
+            recordings = recordable(program, gm, device)
+    package = replace(write(program, target.name, texts, device, promises), graphs=recordings, fence=fence)
+    if options.streams == "auto" and not program.streams and has_streams(device):
+        tuning = captured.graph.capabilities.tuning
+        found = overlapped(program, tuning, tuning.launch_recorded if options.graphs else None)
+        if found is not None:
+            beside = write(found, target.name, texts, device, promises)
+            package = replace(package, beside=replace(
+                beside, graphs=recordable(found, gm, device) if options.graphs else None))
+            program = found
     seconds = {"lower": t1 - t0, "schedule": t2 - t1, "codegen": t3 - t2}
     made = Compiled(gm, captured, program, texts, build, package, options, seconds, exclude=exclude)
     for observe in OBSERVERS if own is None else ():

@@ -16,23 +16,24 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import SUPPORTED, is_float
 from flambeau.ir.expr import const, walk
 from flambeau.ir.index import Sym
-from flambeau.ir.nodes import Buffer, Extern, Graph, Host, Library, Node, Scan, Scatter, Value
+from flambeau.ir.nodes import Buffer, Extern, Fetch, Graph, Host, Library, Node, Scan, Scatter, Send, Value
 from flambeau.ir.numerics import FAST, Policy
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.facts import facts, is_exact
 from flambeau.ops.registry import OutOfRange, load_at
+from flambeau.runtime.host_copies import fetch, send
 from flambeau.runtime.launch_plan import DONATED, Held
 from flambeau.runtime.operator_calls import random_state, run_and_save, run_with
 from flambeau.runtime.placement import CPU, flat, movable
 from flambeau.torch_compat.ops import OpOverload
-from flambeau.torch_compat.streams import orders_streams, uses_streams
+from flambeau.torch_compat.streams import NUMBERS
 
 from . import random_replay
 from .eager_dtypes import eager_has_kernel
 from .in_place_forms import in_place_form
 from .other_devices import Elsewhere
 from .storage import Storage, dense, is_view, writes_twice
-from .stream_turns import StreamTurns
+from .stream_turns import StreamTurns, is_streamed, saved_streams
 from .symbols import Symbols
 
 aten = torch.ops.aten
@@ -75,25 +76,28 @@ class Lowering:
         self.scanned: set[str] = set()
         self.looked_at = 0  # nodes that went into it
         self.composite: list[tuple[Any, Host]] = []  # sizes that are not a symbol, and where they stand
+        self.turns: StreamTurns | None = None
 
     def run(self) -> None:
         self.g.typical = self.c.symbols.typical  # lowerings choose by them
-        turns = StreamTurns(self.gm, self.g, self.lookup) if uses_streams(self.gm.graph) else None
-        for n in self.gm.graph.nodes:
+        self.turns = turns = StreamTurns(self.gm, self.g) if is_streamed(self.gm) else None
+        for n in self.gm.graph.nodes if turns is None else turns.nodes(self.gm.graph):
             if n.op == "placeholder":
                 self.placeholder(n, f"_{len(self.g.arguments)}")
             elif n.op == "get_attr":
                 self.env[n] = self.attribute(n)
-            elif n.op == "call_function" and turns is not None and orders_streams(n):
-                self.env[n] = turns.ordered(n)
+            elif n.target is saved_streams:
+                pass  # once all streams are known
             elif n.op == "call_function":
-                if turns is not None and n.target is not operator.getitem and n.target is not aten.copy_.default:
+                if turns is not None and n.target is not operator.getitem:
                     self.only_here(n)
                     turns.enter(n)
                 with build.building(self.g, n.name):
                     self.env[n] = self.call(n)
             elif n.op == "output":
                 made = len(self.g.nodes)
+                if turns is not None:
+                    self.env.update((m, turns.saved(m.args[0])) for m in n.all_input_nodes if m.target is saved_streams)
                 self.output(n)
                 if turns is not None:
                     if len(self.g.nodes) > made:
@@ -110,7 +114,10 @@ class Lowering:
         """`name`: that of the argument, unless it is a tensor."""
         val = n.meta.get("val")
         self.g.arguments.append(name)
-        if isinstance(val, torch.Tensor):
+        if NUMBERS in n.meta:
+            assert self.turns is not None
+            self.turns.take_saved(n.meta[NUMBERS], name)
+        elif isinstance(val, torch.Tensor):
             v = self.add_tensor(val)
             self.elsewhere.note(v, val)
             self.g.arguments[-1] = v.buffer
@@ -229,6 +236,11 @@ class Lowering:
             return args[0]
         if target is aten.copy_.default:
             return self.mutate(args[0], args[1], negated=n.args[0].meta["val"].is_neg())  # type: ignore[union-attr]
+        if target in (send, fetch):
+            kind = Send if target is send else Fetch
+            made = build.extern(target, args, kwargs, self.metas(target, [val]), False, kind)
+            self.bind_results(made, [val])
+            return made[0]
         if target in (random_replay.RUN_AND_SAVE, random_replay.RUN_WITH):
             return self.replayed(n, args, kwargs)
         if facts(target).same and self.elsewhere.is_constant(args[0]):

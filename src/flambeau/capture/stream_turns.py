@@ -1,43 +1,94 @@
 """The streams of a captured graph: the stream of each group of nodes, and what orders the streams.
 
-A node goes to the stream that it was traced on, and events stay where they stood between nodes: the order of the nodes
-is that of the function. Streams and events are known by their places in a table that each call fills (torch_compat/
-streams.py), so that a call may bring other streams than the one that was traced.
+Nodes carry the stream and the turn of the function's node that they come from (compile/user_streams.py); a gradient's
+nodes have the stream of what they are the gradient of, as in eager. Turn by turn, what orders streams comes first, then
+the nodes. Streams and events are known by their places in a table that each call fills (torch_compat/streams.py), so
+that a call may bring other streams than the one that was traced. A backward runs when that table holds other calls'
+objects: the numbers of its streams are saved for it like a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from flambeau.errors import UnsupportedError
 from flambeau.ir.nodes import Graph, Turn, Value
-from flambeau.ir.program import Keep, Record, Synchronize, Wait
+from flambeau.ir.program import Record, StreamNumbers, Synchronize, Wait
 from flambeau.ir.program import Step as ProgramStep
-from flambeau.torch_compat.streams import CURRENT, is_ordered_call, ordering, stream_of
+from flambeau.torch_compat.streams import CALLER, is_gradient_sum
+
+MARK = "flambeau"  # in a node's meta["custom"]: its turn, and its stream
+ORDERS = "flambeau_orders"  # in the meta of a graph: for each turn what orders streams before its nodes
+
+
+def mark_of(n: fx.Node) -> tuple[int, int] | None:
+    found: tuple[int, int] | None = (n.meta.get("custom") or {}).get(MARK)
+    return found
+
+
+def is_streamed(gm: fx.GraphModule) -> bool:
+    """Whether a captured graph has to do with streams."""
+    return any(gm.meta.get(ORDERS, ())) or bool(places_of(gm.graph))
+
+
+def places_of(graph: fx.Graph) -> tuple[int, ...]:
+    """The streams beside the caller's that its nodes are on."""
+    found = {mark[1] for n in graph.nodes if n.op == "call_function" and (mark := mark_of(n)) is not None}
+    return tuple(sorted(found - {CALLER}))
+
+
+def saved_streams(places: tuple[int, ...]) -> torch.Tensor:
+    """In a forward graph: the numbers of the streams at these places, for its backward."""
+    raise NotImplementedError("this is written out where a graph is lowered")
 
 
 class StreamTurns:
-    """Follows the nodes of a graph that uses streams. `lookup`: what an argument of a node became."""
+    """Follows the nodes of a graph that uses streams."""
 
-    def __init__(self, gm: fx.GraphModule, graph: Graph, lookup: Callable[[Any], Any]) -> None:
-        self.gm, self.g, self.lookup = gm, graph, lookup
-        self.streams = {CURRENT: 0}  # by their places in the table
+    def __init__(self, gm: fx.GraphModule, graph: Graph) -> None:
+        self.g = graph
+        self.orders = gm.meta.get(ORDERS, ())
+        self.marks = dict(marks(gm.graph, bool(self.orders)))
+        self.done = 0  # turns whose orders are steps
+        self.streams = {CALLER: 0}  # by their places in the table
         self.events: dict[int, int] = {}  # by place: what was recorded last
         self.count = 0
         self.now = 0
         self.waiting: list[ProgramStep] = []  # that no turn has yet
         graph.turns.append(Turn(0, 0))
 
+    def nodes(self, graph: fx.Graph) -> list[fx.Node]:
+        """In the order of their turns, which no value is against: what it is computed from has an earlier one, or
+        the same."""
+        return sorted(graph.nodes, key=lambda n: self.marks[n][0])
+
+    def take_saved(self, places: tuple[int, ...], argument: str) -> None:
+        """A backward's streams, whose numbers are in this argument."""
+        self.g.ticket = argument
+        for place in places:
+            self.stream(place)
+
+    def saved(self, places: Any) -> StreamNumbers:
+        return StreamNumbers(tuple(map(self.stream, places)))
+
     def stream(self, place: int) -> int:
         return self.streams.setdefault(place, len(self.streams))
 
     def enter(self, n: fx.Node) -> None:
         """What is made from here on goes to the node's stream."""
-        place = stream_of(n)
-        self.turn(self.stream(CURRENT if place is None else place))
+        turn, place = self.marks[n]
+        self.pass_orders(turn)
+        self.turn(self.stream(place))
+
+    def pass_orders(self, turn: int) -> None:
+        while self.done <= turn and self.done < len(self.orders):
+            for order in self.orders[self.done]:
+                self.order(*order)
+            self.done += 1
 
     def turn(self, stream: int) -> None:
         if stream != self.now or self.waiting:
@@ -45,23 +96,7 @@ class StreamTurns:
             self.g.turns.append(Turn(len(self.g.nodes), stream, tuple(self.waiting)))
             self.waiting = []
 
-    def ordered(self, n: fx.Node) -> Any:
-        """What becomes of a node that orders streams."""
-        if not is_ordered_call(n):
-            self.order(ordering(n.target), [self.lookup(a) for a in n.args])
-            return None
-        _, body, *given = n.args
-        values = [self.lookup(a) for a in given]
-        inside: Any = self.gm.get_submodule(str(body.target)).graph  # type: ignore[union-attr]
-        known = dict(zip((m for m in inside.nodes if m.op == "placeholder"), values, strict=False))
-        for m in inside.nodes:
-            if m.op == "call_function":
-                if (name := ordering(m.target)) is None:
-                    raise UnsupportedError(f"{m.target} between streams")
-                self.order(name, [known[a] if isinstance(a, fx.Node) else a for a in m.args])
-        return [None, *values]
-
-    def order(self, name: str | None, args: list[Any]) -> None:
+    def order(self, name: str, *args: Any) -> None:
         if name == "wait_stream":
             waiting, waited = map(self.stream, args)
             self.waiting += [Record(self.count, waited), Wait(self.count, waiting)]
@@ -69,40 +104,55 @@ class StreamTurns:
         elif name == "record_event":
             event, stream = args
             self.events[event] = self.count
-            self.waiting.append(Record(self.count, self.stream(stream), event))
+            self.waiting.append(Record(self.count, self.stream(stream), outside(event)))
             self.count += 1
         elif name == "wait_event":
             event, stream = args
-            self.waiting.append(Wait(self.events.get(event), self.stream(stream), event))
+            self.waiting.append(Wait(self.recorded(event), self.stream(stream), outside(event)))
         elif name == "synchronize_event":
-            self.waiting.append(Synchronize(self.events.get(args[0]), None, args[0]))
+            self.waiting.append(Synchronize(self.recorded(args[0]), None, outside(args[0])))
         elif name == "synchronize_stream":
             self.waiting.append(Synchronize(stream=self.stream(args[0])))
         elif name == "synchronize_device":
-            if args[0] != self.g.device:
+            if args[0] is not None and args[0].type != self.g.device:
                 raise UnsupportedError(f"waiting for {args[0]} in a function on {self.g.device}")
             self.waiting.append(Synchronize())
-        elif name == "record_stream":
-            if isinstance(args[0], Value):
-                self.waiting.append(Keep(args[0].buffer, self.stream(args[1])))
         else:
             raise UnsupportedError(f"streams.{name} in a compiled function")
 
+    def recorded(self, event: int) -> int | None:
+        """The latest record of an event in this function; None: it was recorded before."""
+        if event < 0:
+            return self.events[event]
+        return self.events.get(event)
+
     def end(self) -> None:
-        """The caller's stream again; results are ready there, whoever copies or reads them next. What inputs become is
-        written by the end of a graph, wherever the function did it: so all streams wait for one another then."""
-        if self.g.mutations:
-            steps = [*(s for t in self.g.turns for s in t.steps), *self.waiting]
-            if any(isinstance(s, Synchronize) for s in steps):
-                raise UnsupportedError("a function that writes to its inputs, and waits for a stream on the host",
-                                       hint="wait behind the function")
-            sides = range(1, len(self.streams))
-            for pairs in ([(k, 0) for k in sides], [(0, k) for k in sides]):
-                for waited, waiting in pairs:
-                    self.waiting += [Record(self.count, waited), Wait(self.count, waiting)]
-                    self.count += 1
+        """The caller's stream again; results are ready there, whoever copies or reads them next."""
+        self.pass_orders(len(self.orders))
         self.turn(0)
-        self.g.streams = list(self.streams)[1:]
+        self.g.streams = list(range(len(self.streams) - 1)) if self.g.ticket else list(self.streams)[1:]
         self.g.arriving = list(self.g.inputs)
         self.g.leaving = list(dict.fromkeys(
             [*(o.buffer for o in self.g.outputs if isinstance(o, Value)), *(name for name, _ in self.g.mutations)]))
+
+
+def outside(event: int) -> int | None:
+    """The place of an event that the caller may know; None: it is the function's own."""
+    return event if event >= 0 else None
+
+
+def marks(graph: fx.Graph, turns: bool) -> Iterator[tuple[fx.Node, tuple[int, int]]]:
+    """Turn and stream of each node. What AOTAutograd or a pass of ours has put in is where its arguments are; a sum of
+    gradients is where it is used, as in eager. `turns`: those of a forward; a backward has one."""
+    found: dict[fx.Node, tuple[int, int]] = {}
+    for n in graph.nodes:
+        mark = mark_of(n)
+        given = [found[a] for a in n.all_input_nodes if a in found and a.op == "call_function"]
+        if mark is None or n.op != "call_function":
+            users = [m for u in n.users if (m := mark_of(u)) is not None] if is_gradient_sum(n) else []
+            mark = max((m[0] for m in given), default=0), next((m[1] for m in (*users, *given)), CALLER)
+        turn = mark[0] if turns else 0
+        if n.op == "output":
+            turn = 1 << 30
+        found[n] = turn, mark[1]
+        yield n, found[n]

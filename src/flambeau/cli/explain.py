@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="do not shorten any section")
     parser.add_argument("--regions", action="store_true", help="show the parts that repeat and are compiled once")
     parser.add_argument("--graphs", action="store_true", help="show which of five calls were recorded and replayed")
+    parser.add_argument("--streams", action="store_true", help="show the steps of each stream over time")
     parser.add_argument("--html", type=output, metavar="FILE", help="with --regions: write a web page")
     parser.add_argument("--json", type=output, metavar="FILE", help="write everything as JSON")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="for a script: write a report and a trace")
@@ -103,6 +104,9 @@ def run(args: argparse.Namespace) -> int:
     if args.regions:
         show_regions(console, found, graphs, args.html)
         return 0
+    if args.streams:
+        show_streams(console, graphs)
+        return 0
     summaries = [summarise(graph) for graph in graphs]
     for number, summary in enumerate(summaries, 1):
         show(console, number, summary, None if args.full else SHORT, args.text)
@@ -130,6 +134,20 @@ def run_program(console: Console, args: argparse.Namespace) -> int:
     if args.trace:
         console.print(f"Written: {args.trace / 'report.html'}")
     return status
+
+
+def show_streams(console: Console, graphs: list[Compiled]) -> None:
+    """Of a program on one stream: what `options={"streams": "auto"}` would make of it."""
+    from flambeau.report.lanes import drawn
+    from flambeau.schedule.overlap import overlapped
+
+    for number, graph in enumerate(graphs, 1):
+        tuning = graph.captured.graph.capabilities.tuning
+        program = graph.program if graph.program.streams else overlapped(graph.program, tuning, tuning.launch_recorded)
+        console.print(f"Graph {number}: {len(graph.program.steps)} steps"
+                      f"{', one after the other: there is nothing to gain, as modelled' if program is None else ''}")
+        if program is not None:
+            console.print(escape(drawn(program, tuning)), highlight=False, soft_wrap=True)
 
 
 def subject(args: argparse.Namespace) -> Subject:

@@ -18,7 +18,7 @@ from flambeau.config import config
 from flambeau.errors import OptionError, UnsupportedError, did_you_mean
 from flambeau.ir.numerics import wants_bits
 from flambeau.optim.compiled_steps import install
-from flambeau.runtime.placement import common_device, target_of
+from flambeau.runtime.placement import common_device, has_streams, target_of
 from flambeau.runtime.progress import progress
 from flambeau.runtime.watchers import look_on
 from flambeau.targets.base import Target, get_target
@@ -28,16 +28,16 @@ from flambeau.torch_compat.aot import config as aot_config
 from flambeau.torch_compat.dynamo import config as dynamo_config
 from flambeau.torch_compat.dynamo import handed_on, without_runtime_marks
 from flambeau.torch_compat.fake import CompileContext, FakeTensor, TracingContext
-from flambeau.torch_compat.streams import uses_streams
 
 from .cache_key import held
 from .channels_last import channels_last
 from .disk_cache import GraphCache
 from .fast_call import lean_wrappers
+from .offload_wish import check_wish
 from .regions.cut import OBSERVERS, cut
 from .regions.pieces import in_pieces
-from .stream_checks import check_streams, not_carried, refuse_gradients, refuse_writes_behind
 from .subgraphs import calls_subgraphs, written_out
+from .user_streams import ORDERS, compiled_with_streams, refuse_writes_behind, take_streams
 
 # Name: allowed values (None: checked by `get_target`), and a description.
 OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
@@ -45,6 +45,9 @@ OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "target": (None, "the target that runs the graphs, instead of that of their device"),
     "regions": ((True, False), "compile repeated parts of a graph once"),
     "graphs": ((False, True), "record CUDA graphs after a warm-up and replay them (NVIDIA GPUs)"),
+    "streams": ((None, "auto"), "auto: run independent steps at the same time on several streams, if that is faster"),
+    "offload": (None, "how much less device memory saved activations may take: a size (\"4GiB\"), a share (0.3), or "
+                      "\"auto\" for what the device lacks; they go to host memory or are recomputed"),
     "contractions": (("choose", "library", "own"), "matrix products and attention: the faster kernel, the library's, "
                                                    "or our own with later operators fused into it (NVIDIA GPUs)"),
     "search": ((False, True), "time block shapes at the first call, and store the fastest on disk (NVIDIA GPUs)"),
@@ -58,11 +61,14 @@ def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str,
     out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
                            "contractions": config.contractions,
                            "graphs": config.graphs or mode == "reduce-overhead", "regions": config.regions,
+                           "streams": None, "offload": None,
                            "deterministic": torch.are_deterministic_algorithms_enabled(), "part": False}
     for name, value in (options or {}).items():
         if name not in OPTIONS:
             raise OptionError(f"unknown option {name!r}", hint=did_you_mean(name, OPTIONS))
         allowed, _ = OPTIONS[name]
+        if name == "offload":
+            check_wish(value)
         if allowed is not None and value not in allowed:
             raise OptionError(f"option {name} is {value!r}, expected {' or '.join(map(repr, allowed))}")
         out[name] = value
@@ -80,12 +86,9 @@ def flambeau_backend(
     """What torch.compile calls with a graph of Dynamo's; the entry point "flambeau" in `torch_dynamo_backends`."""
     try:
         settings = check_options(options, mode)
-        streams = check_streams(gm)
-        if streams:
-            if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad
-                                               for x in (*example_inputs, *held(gm).values())):
-                refuse_gradients(gm.graph)
-            settings["regions"] = False
+        if calls_subgraphs(gm):
+            gm = written_out(gm)
+        streams = take_streams(gm)
     except (OptionError, UnsupportedError) as error:
         raise handed_on(error, inspect.currentframe()) from None
     if CompileContext.try_get() is not None:
@@ -96,12 +99,9 @@ def flambeau_backend(
     laid_out = not any(isinstance(s, int) and s == 0 for t in results(gm) for s in t.stride())
     with (progress("compiling a graph"), aot_config.patch(guess_tangent_strides_as_outputs=laid_out),
           patches.SHARED_INPUTS.applied()):
-        if not streams:
+        if streams is None:
             return compiled_backend(gm, example_inputs, settings)
-        try:
-            return compiled_backend(gm, example_inputs, settings)
-        except Exception as error:
-            raise handed_on(not_carried(error), inspect.currentframe()) from error
+        return compiled_with_streams(lambda: compiled_backend(gm, example_inputs, dict(settings)), gm, streams)
 
 
 def results(gm: fx.GraphModule) -> list[torch.Tensor]:
@@ -137,12 +137,11 @@ def compile_dynamo_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any]
 ) -> Callable[..., Any]:
     """Compile a graph, in pieces if some of them repeat."""
-    if calls_subgraphs(gm):
-        gm = written_out(gm)
     target = target_of(common_device(example_inputs), settings["target"])
-    if target is not None and not wants_bits(settings["numerics"]) and not uses_streams(gm.graph):
+    if target is not None and not wants_bits(settings["numerics"]) and ORDERS not in gm.meta:
         gm = channels_last(gm, target)
-    if settings.pop("regions"):
+    whole = ORDERS in gm.meta or isinstance(settings["offload"], str)  # bytes are of all, not of a piece
+    if settings.pop("regions") and not whole:
         found = cut(gm, example_inputs)
         for observe in OBSERVERS:
             observe(found)
@@ -188,27 +187,46 @@ def compile_anew(
     machine = None if exact or target is None else target.capabilities()
     tuning = None if machine is None or machine.contracts else machine.tuning
 
-    def compile_part(graph: fx.GraphModule) -> Callable[..., Any]:
-        refuse_gradients(graph.graph)
+    orders = gm.meta.get(ORDERS)
+
+    def compile_forward(graph: fx.GraphModule) -> Callable[..., Any]:
+        if orders is not None:
+            refuse_writes_behind()
+            graph.meta[ORDERS] = orders
         return compile_graph(graph, wanted)
 
-    def compiler() -> Callable[..., Any]:
-        return cache.compiler(compile_part)
+    def compile_backward(graph: fx.GraphModule) -> Callable[..., Any]:
+        return compile_graph(graph, wanted)
 
     def compile_inference(graph: fx.GraphModule) -> Callable[..., Any]:
-        if uses_streams(graph.graph):
+        if orders is not None:
             refuse_writes_behind()
+            graph.meta[ORDERS] = orders
         settle_strides(graph.graph, names_only=wanted.part, hold=not wanted.part)
         pad_products(graph.graph, tuning)
         return compile_graph(graph, wanted)
 
     # A separate compiler for each, because torch writes attributes to that of the backward.
-    backend = aot_autograd(fw_compiler=compiler(), bw_compiler=compiler(),
+    backend = aot_autograd(fw_compiler=cache.compiler(compile_forward), bw_compiler=cache.compiler(compile_backward),
                            inference_compiler=cache.compiler(compile_inference),
-                           partition_fn=partial(partition, settle=not wanted.part, exact=exact, tuning=tuning),
+                           partition_fn=partial(partition, settle=not wanted.part, exact=exact, tuning=tuning,
+                                                offload=offload_of(wanted, target, example_inputs)),
                            decompositions=table(exact), keep_inference_input_mutations=True)
     with dynamo_config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording():
         return backend(gm, example_inputs)
+
+
+def offload_of(wanted: Any, target: Target | None, inputs: Sequence[Any]) -> Any:
+    """What is to be saved less, where tensors are on a device with streams."""
+    from flambeau.runtime.host_copies import device_memory, link_rate
+
+    from .offload import Offload
+
+    device = common_device(inputs)
+    if wanted.offload is None or target is None or not has_streams(device):
+        return None
+    return Offload(wanted.offload, target.capabilities().tuning, link_rate(target, device),
+                   partial(device_memory, device))
 
 
 install(flambeau_backend)

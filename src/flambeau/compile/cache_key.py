@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from flambeau.capture.stream_turns import ORDERS
 from flambeau.config import SETTINGS, config
 from flambeau.ops.facts import SPACES
 from flambeau.targets.base import Target
@@ -23,7 +24,6 @@ from flambeau.torch_compat.autograd import autocast_devices
 from flambeau.torch_compat.fx import qualified_name
 from flambeau.torch_compat.inductor import config as inductor_config
 from flambeau.torch_compat.ops import HigherOrderOperator
-from flambeau.torch_compat.streams import uses_streams
 
 from .regions.nodes import SYMBOLIC, TENSORS, namespace
 
@@ -40,7 +40,7 @@ REGION_META = ("_checkpoint_context_fn", "nested_region_config")
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any], target: Target) -> str:
     """64 hex digits, equal in two processes only if both would compile the same; raises Uncacheable."""
-    if uses_streams(gm.graph):
+    if ORDERS in gm.meta:
         raise Uncacheable("it uses streams")
     asked = {s.name: config.read(s) for s in SETTINGS if s.name not in ASIDE} | dict(settings)
     parts = [*identity(target), repr(state()), repr(sorted(asked.items())),

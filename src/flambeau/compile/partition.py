@@ -15,20 +15,25 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from flambeau.capture.eager_strides import settle_strides, share_memory
+from flambeau.capture.stream_turns import mark_of
 from flambeau.ir.tuning import Tuning
 from flambeau.ops.facts import LOWERINGS, facts
+from flambeau.runtime.host_copies import NOTES, fetch
 from flambeau.runtime.launch_plan import DONATED
 from flambeau.torch_compat.aot import config, min_cut_rematerialization_partition, must_recompute
 from flambeau.torch_compat.ops import OpOverload
 from flambeau.torch_compat.patches import CUT
 
+from .offload import Offload, compute_again, copied, decide, send_saved
 from .padded_products import call, pad_products
+from .user_streams import save_streams
 
 
 def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, exact: bool = False,
-              tuning: Tuning | None = None, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+              tuning: Tuning | None = None, offload: Offload | None = None, **kwargs: Any
+              ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """`settle`: strides are eager's where torch's metadata has others; `exact`: so are bits; `tuning`: of a library
-    whose products may be padded."""
+    whose products may be padded; `offload`: how much less is to be kept on the device."""
     if not exact:
         take_apart(joint.graph)
     skip_detached(joint.graph)
@@ -38,9 +43,18 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, exact: bo
     copy_again(joint.graph)
     settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph), hold=settle)
     pad_products(joint.graph, tuning)
+    results = kwargs["num_fwd_outputs"]
     with config.patch(cse=False), CUT.applied(*fused()):
+        found = None
+        if offload is not None and not any(mark_of(n) for n in joint.graph.nodes):
+            found = decide(*min_cut_rematerialization_partition(copied(joint), *args, **kwargs), results, offload)
+            compute_again(joint.graph, found.again)
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
+    if found is not None:
+        send_saved(forward, backward, results, found.send)
+        forward.meta[NOTES] = [found.note]
     mark_donated(forward.graph, backward.graph)
+    save_streams(forward, backward, results)
     return forward, backward
 
 
@@ -121,7 +135,8 @@ def merge_equal(graph: fx.Graph) -> None:
             continue
         if not returned.isdisjoint(storages(n)):
             continue
-        first = seen.setdefault((n.target, frozen(n.args), frozen(n.kwargs)), n)
+        # What is on two streams is computed on both: neither waits for the other.
+        first = seen.setdefault((n.target, frozen(n.args), frozen(n.kwargs), (mark_of(n) or (0, 0))[1]), n)
         if first is not n:
             n.replace_all_uses_with(first)
             graph.erase_node(n)
@@ -134,7 +149,7 @@ def mark_donated(forward: fx.Graph, backward: fx.Graph) -> None:
     returned = Counter(maker for _, maker in makers)
     own = {name for name, maker in makers if maker is not None and returned[maker] == 1}
     for n in backward.find_nodes(op="placeholder"):
-        n.meta[DONATED] = n.name in own
+        n.meta[DONATED] = n.name in own and not any(u.target is fetch for u in n.users)
 
 
 def maker_of(n: fx.Node) -> fx.Node | None:

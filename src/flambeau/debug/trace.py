@@ -41,12 +41,21 @@ def trace(folder: str | Path) -> Iterator[Session]:
             wall = time.perf_counter() - start
     recorded.export_chrome_trace(str(out / TRACE))
     write_report(out, session, read(out / TRACE, ranges, wall))
+    add_plans(out, session)
 
 
 def write_report(out: Path, session: Session, found: Profile) -> None:
     from flambeau.report.trace_page import page  # imported here, because it imports this package
 
     (out / REPORT).write_text(page(session, found))
+
+
+def add_plans(out: Path, session: Session) -> None:
+    """Beside what ran, how the model had it, for programs on several streams."""
+    from flambeau.report import lanes
+
+    lanes.add_plans(out / TRACE, [(f"graph {k}", g.program, g.captured.graph.capabilities.tuning)
+                                  for k, g in enumerate(session.known(), 1)])
 
 
 def made_folder(folder: str | Path) -> Path:

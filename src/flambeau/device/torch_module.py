@@ -177,7 +177,9 @@ class device:  # noqa: N801 - as torch.cuda.device
 
 
 def synchronize(device: Which = None) -> None:
-    if is_initialized():  # profilers of other devices ask for it as well
+    if device is None and torch.compiler.is_dynamo_compiling():
+        torch.accelerator.synchronize()  # which Dynamo knows
+    elif is_initialized():  # profilers of other devices ask for it as well
         torch.accelerator.synchronize(_index(device))
 
 
@@ -185,6 +187,8 @@ def synchronize(device: Which = None) -> None:
 
 
 def current_stream(device: Which = None) -> torch.Stream:
+    if device is None and torch.compiler.is_dynamo_compiling():
+        return torch.accelerator.current_stream()
     return torch.accelerator.current_stream(_index(device))
 
 

@@ -368,6 +368,18 @@ class Library(Extern):
     kind: ClassVar[str] = "library"
 
 
+class Send(Extern):
+    """A tensor on its way to memory of the host, to be fetched later; its own memory is free then."""
+
+    kind: ClassVar[str] = "send"
+
+
+class Fetch(Extern):
+    """A tensor that was sent, on the device again."""
+
+    kind: ClassVar[str] = "fetch"
+
+
 @dataclass(frozen=True)
 class Turn:
     """From a node on, work goes to another stream; `steps` of the program come first."""
@@ -401,6 +413,7 @@ class Graph:
     streams: list[int] = field(default_factory=list)  # as Program has them, and what is ready on stream 0
     arriving: list[str] = field(default_factory=list)
     leaving: list[str] = field(default_factory=list)
+    ticket: str = ""  # as Program has it
 
     def __post_init__(self) -> None:
         restart_names()

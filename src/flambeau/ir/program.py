@@ -335,10 +335,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Copy:
-    """dst[...] = src, for a mutated input whose new value could not be written in place."""
+    """dst[...] = src: a mutated input whose new value could not be written in place, or what comes from the host."""
 
     dst: str
     src: Value
+    stream: int = 0
+    fetches: bool = False
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Memory comes here, on this stream, though another one writes to it first."""
+
+    buffer: str
     stream: int = 0
 
 
@@ -385,7 +394,27 @@ class Keep:
     stream: int = 0
 
 
-Work = Launch | Call | Copy
+@dataclass(frozen=True)
+class StreamNumbers:
+    """A result: the numbers of these streams, by which a backward finds those of its forward."""
+
+    streams: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fence:
+    """What is done on the caller's streams and events around work that is on stream 0, or on streams of its own: it
+    comes behind what they have to do by now, and before what they get later."""
+
+    streams: tuple[int, ...]  # by their places; of a backward: by their positions in the ticket
+    before: tuple[int, ...] = ()  # events that are waited for
+    after: tuple[int, ...] = ()  # events that happen then
+    ticket: int | None = None  # the argument that has the numbers of the streams
+    numbers: int | None = None  # the result that is to have them
+
+
+Work = Launch | Call | Copy | Fresh
+WORK = (Launch, Call, Copy, Fresh)  # steps that use memory
 Step = Work | Record | Wait | Synchronize | Keep
 
 
@@ -403,14 +432,15 @@ class Program:
     kernels: tuple[AnyKernel, ...]
     steps: tuple[Step, ...]
     buffers: tuple[BufferPlan, ...]
-    outputs: tuple[Any, ...]  # Value, Index, Host, number or None
+    outputs: tuple[Any, ...]  # Value, Index, Host, StreamNumbers, number or None
     seeds: tuple[str, ...] = ()
     arena_bytes: int = 0
     frees: tuple[tuple[str, ...], ...] = ()  # for each step, the buffers that are dead after it
     notes: tuple[str, ...] = ()  # what was materialised and why
-    streams: tuple[int, ...] = ()  # from 1 on, by their places among the objects that a run is given
+    streams: tuple[int, ...] = ()  # from 1 on, by their places among the objects of a call; below zero: of its own
     arriving: tuple[str, ...] = ()  # inputs that are ready on stream 0; others are ready wherever they are read
     leaving: tuple[str, ...] = ()  # buffers that have to be ready on stream 0 at the end
+    ticket: str = ""  # of a backward: the argument in which the numbers of its streams are, as its forward saved them
 
     @cached_property
     def places(self) -> dict[str, BufferPlan]:

@@ -64,6 +64,12 @@ class Tuning:
     product_rate_else: int = number(90_000, "operations of 16 bits a nanosecond", "of one with a line that is none")
     memory_rate: int = number(4_000, "bytes a nanosecond", "read and written")
     launch: int = number(4_000, "nanoseconds", "of a kernel that has next to nothing to do")
+    # Steps side by side.
+    launch_recorded: int = number(2_000, "nanoseconds", "the same in a CUDA graph")
+    stream_wait: int = number(1_500, "nanoseconds", "of a step that waits for one on another stream, in a CUDA graph")
+    filled: int = number(1 << 18, "elements", "of a result that keep all of the machine's threads busy")
+    filled_product: int = number(1 << 21, "elements", "of a product's result that do: a tile for each core")
+    overlap_gain: int = number(3, "percent", "of the time that several streams must save, as modelled")
     convolved_channels: int = number(64, "channels", "with no more of them a library convolves images as they lie")
 
     def even(self, length: int) -> int:

@@ -38,6 +38,7 @@ from flambeau.torch_compat.dynamo import (
 )
 from flambeau.torch_compat.optim import READS, base_file, files
 from flambeau.torch_compat.patches import CALLS, FRAMES, OPTIMIZERS
+from flambeau.torch_compat.stream_patches import TRACED_STREAMS
 
 from . import parameter_groups
 
@@ -128,6 +129,9 @@ def passing(ours_always: frozenset[str], ours_exact: frozenset[str], ours: Calla
     def is_exact(callback: Any) -> bool:
         return (given := ours(callback)) is not None and exact(given)
 
+    def is_ours(callback: Any) -> bool:
+        return ours(callback) is not None
+
     def __call__(self: Any, frame: Any, *rest: Any) -> Any:
         given = ours(self)
         if given is None:
@@ -136,7 +140,8 @@ def passing(ours_always: frozenset[str], ours_exact: frozenset[str], ours: Calla
         if not is_fullgraph(self) and (frame.f_code.co_filename in files or leads_to(frame, files)):
             routes.keep()
             return SKIP_FRAME
-        with collecting_later(), routes.tracing(), kept_by_dynamo.kept_whole(is_exact):
+        with (collecting_later(), routes.tracing(), kept_by_dynamo.kept_whole(is_exact),
+              TRACED_STREAMS.applied(is_ours)):
             return convert(self, frame, *rest)
 
     # Dynamo looks up the stack for who called a frame (`torch.compiler.disable(recursive=False)`), past its own file.

@@ -16,6 +16,7 @@ from flambeau.ir.program import (
     Call,
     ContractKernel,
     Copy,
+    Fresh,
     Keep,
     Launch,
     LoopKernel,
@@ -35,7 +36,7 @@ SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch
          torch.bool: "bool", torch.complex64: "c64"}
 NAMES = {"kernel": "kernel(s)", "library": "library call(s)", "ATen": "ATen call(s)",
          "copy": "update(s) of inputs", "order": "step(s) that order streams"}
-KINDS = {"library": "library", "extern": "ATen", "sort": "ATen"}
+KINDS = {"library": "library", "extern": "ATen", "sort": "ATen", "send": "send", "fetch": "fetch"}
 MOVES = ("view",)  # families that only change the index: they cost nothing, and are not shown as fused
 
 
@@ -195,6 +196,8 @@ def steps(graph: Compiled) -> list[Step]:
         elif isinstance(step, Copy):
             out.append(Step("copy", f"{step.dst} <- {step.src.buffer}", [], [step.src.buffer], [step.dst],
                             stream=step.stream))
+        elif isinstance(step, Fresh):
+            out.append(Step("order", f"memory for {step.buffer}", [], [], [step.buffer], stream=step.stream))
         else:
             out.append(Step("order", ordering(step), [], [], [], stream=step.stream or 0))
     return out

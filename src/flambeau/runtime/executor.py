@@ -19,6 +19,7 @@ from flambeau.codegen.source import host_text
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Buffer, Host, Value
 from flambeau.ir.program import (
+    WORK,
     BufferPlan,
     Call,
     Copy,
@@ -26,6 +27,7 @@ from flambeau.ir.program import (
     Launch,
     Program,
     Record,
+    StreamNumbers,
     Synchronize,
     TableKernel,
     Wait,
@@ -183,6 +185,8 @@ class Writer:
             return host_text(x)
         if isinstance(x, Host):
             return f"({x.text})"
+        if isinstance(x, StreamNumbers):
+            return f"stream_numbers({', '.join(f's{k}' for k in x.streams)})"
         if isinstance(x, tuple):
             inside = "".join(self.argument(y) + ", " for y in x)
             return f"({inside})"
@@ -206,7 +210,9 @@ class Writer:
         if streams:
             self.line("s0 = current_stream(DEVICE)")
             for k, place in enumerate(p.streams, 1):
-                self.line(f"s{k} = caller_stream({place}, DEVICE)")
+                self.line(f"s{k} = " + (f"own_stream({-place}, s0)" if place < 0 else
+                                        f"numbered_stream({p.ticket}, {place}, DEVICE)" if p.ticket else
+                                        f"caller_stream({place}, DEVICE)"))
         if arena:
             self.line(f"arena = POOL.take(TARGET, DEVICE, {p.arena_bytes})")
         if arena or streams:
@@ -332,7 +338,7 @@ class Writer:
 
         at = 0
         for k, step in enumerate(p.steps):
-            if isinstance(step, (Launch, Call, Copy)) and step.stream != at:
+            if isinstance(step, WORK) and step.stream != at:
                 flush()  # before memory comes: it is the current stream's
                 at = step.stream
                 self.line(f"set_stream(s{at})")
@@ -419,7 +425,7 @@ class Writer:
         return tuple((slot, 0) for slot in slots), [*map(str, sizes_of(s.lengths)), *(n.name for n in s.numbers)]
 
     def copy(self, c: Copy) -> None:
-        self.line(f"{self.tensor(c.dst)}.copy_({self.value(c.src)})")
+        self.line(f"{self.tensor(c.dst)}.copy_({self.value(c.src)}{', True' if c.fetches else ''})")
 
     def prepared(self, c: Call) -> str | None:
         """The text of a call of which all is known but its tensors; None if there is more."""

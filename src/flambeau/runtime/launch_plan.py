@@ -20,17 +20,19 @@ from typing import Any
 
 import torch
 
-from flambeau.errors import BoundsError, CompileError, UnsupportedError
+from flambeau.errors import BoundsError, CompileError
 from flambeau.ir.faults import KIND, WHICH, Fault, Sites, error_of, index_of, size_of
+from flambeau.ir.program import Fence
 from flambeau.targets.base import Build, Launch, Plan, Run, Source, Target, get_target
 from flambeau.torch_compat.autograd import keeps_graph
-from flambeau.torch_compat.streams import object_at
 
 from .address_tables import AddressTables, Table
 from .operator_calls import EXTENSION, Prepared, operator_named
+from .overlap_choice import chosen
 from .recordable import Recordable
 from .recording import function_now, recorded
 from .result_checks import kept
+from .streams import caller_event, caller_stream, fenced, numbered_stream, own_stream, stream_numbers
 from .watchers import Part, Watcher, one_by_one, title, watched, watching
 
 DONATED = "donated"  # marks placeholders whose tensors nobody but the graph needs
@@ -80,6 +82,8 @@ class LaunchPlan:
     device: torch.device = torch.device("cpu")
     graphs: Recordable | None = None  # runs are to be recorded
     overwritten: tuple[int, ...] = ()  # positions of arguments whose memory results take over
+    fence: Fence | None = None  # the caller's streams, where the program has others
+    beside: LaunchPlan | None = None  # the same on several streams: the first call finds which is faster
 
     def load(self) -> Run:
         """The run function; kernels come from the cache or are built. CompileError if one does not build."""
@@ -107,12 +111,23 @@ class LaunchPlan:
 
     def bind(self, kernels: Mapping[str, Launch | CompileError], function: Hashable = None) -> Run:
         """The run function over kernels that are built. `function`: what was compiled, this graph being a part."""
-        target = get_target(self.target)
-        run: Run = self._scope(kernels)["run"]
+        if self.beside is not None:
+            return chosen(self, self.beside, get_target(self.target), kernels, function)
+        return self.bound(kernels, function)
+
+    def raw(self, kernels: Mapping[str, Launch | CompileError]) -> Run:
+        """The run function, without recordings."""
+        return self._scope(kernels)["run"]
+
+    def bound(self, kernels: Mapping[str, Launch | CompileError], function: Hashable = None) -> Run:
+        """The run function of this one of two."""
+        target, run = get_target(self.target), self.raw(kernels)
         if self.graphs is not None:
             run = recorded(run, target.recorder(), self.graphs, self.device, function)
         if self.overwritten:
             run = keeping(run, self.overwritten)
+        if self.fence is not None:
+            run = fenced(run, self.fence, self.device)
         return self._guarded(run)
 
     def _scope(self, kernels: Mapping[str, Launch | CompileError]) -> dict[str, Any]:
@@ -271,20 +286,6 @@ def fit(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def caller_stream(place: int, device: torch.device) -> torch.Stream:
-    """A stream that the caller's function uses, at this call."""
-    found = object_at(place)
-    if not isinstance(found, torch.Stream) or found.device != device:
-        raise UnsupportedError(f"a compiled function on {device} uses {found}", hint="streams of one device, in the "
-                               "function that is compiled for it")
-    return found
-
-
-def caller_event(place: int) -> torch.Event:
-    found: torch.Event = object_at(place)
-    return found
-
-
 # Of each step, its operators, and its buffers where their accesses are checked.
 Origins = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
@@ -322,5 +323,7 @@ _keys = itertools.count()
 SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit, "word": word,
                          "draw_seeds": draw_seeds, "elements_from": elements_from, "kept": kept,
                          "caller_stream": caller_stream, "caller_event": caller_event,
+                         "stream_numbers": stream_numbers, "numbered_stream": numbered_stream,
+                         "own_stream": own_stream,
                          "current_stream": torch.accelerator.current_stream, "set_stream": torch.accelerator.set_stream,
                          "synchronize": torch.accelerator.synchronize}

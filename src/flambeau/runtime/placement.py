@@ -38,6 +38,12 @@ def target_of(device: torch.device, wanted: str | None) -> Target | None:
     return get_target(name) if name is not None else None
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether what is put there runs on streams."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
+
+
 def movable(t: torch.Tensor) -> bool:
     """Whether PyTorch lets it meet tensors of any device."""
     return t.device.type == "cpu" and t.dim() == 0

@@ -23,6 +23,7 @@ from flambeau.ir.program import Program
 
 from . import launch_plan
 from .address_tables import Table
+from .host_copies import fetch, send
 from .launch_plan import Held, laid_out, on_device
 from .operator_calls import Prepared, Strided, run_and_save, run_with
 from .plain_data import Attributes, Codec, Malformed, Record
@@ -48,7 +49,7 @@ OURS = [kind for module in (program, launch_plan, source) for kind in vars(modul
         if is_dataclass(kind) and kind.__module__ == module.__name__]
 RECORDS = (*INTERNED, Attributes(Held, tensor=torch.Tensor), *map(Record, (
     *OURS, Value, Host, Combine, Level, Fold, Bound, Table, Prepared, Strided, Recordable)))
-FUNCTIONS = (on_device, laid_out, run_and_save, run_with)  # that a program may call, by their names
+FUNCTIONS = (on_device, laid_out, run_and_save, run_with, send, fetch)  # that a program may call, by their names
 
 
 def names(*values: Any) -> dict[str, Any]:

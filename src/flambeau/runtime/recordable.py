@@ -9,11 +9,13 @@ import torch
 import torch.fx as fx
 
 from flambeau.ir.nodes import Value
-from flambeau.ir.program import Call, Copy, Launch, Program
+from flambeau.ir.program import Call, Copy, Launch, Program, Synchronize
 from flambeau.ops.facts import facts
-from flambeau.schedule.order import accesses, is_single
+from flambeau.schedule.order import accesses
 from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
+from flambeau.torch_compat.streams import NUMBERS
 
+from .host_copies import send
 from .placement import flat
 
 MASKS = (torch.bool, torch.uint8)
@@ -29,11 +31,11 @@ class Recordable:
     backward: bool = False
 
 
-def recordable(p: Program, gm: fx.GraphModule, positions: list[int], device: torch.device) -> Recordable:
+def recordable(p: Program, gm: fx.GraphModule, device: torch.device) -> Recordable:
     names = [name for s in p.steps if isinstance(s, (Launch, Call, Copy))
              for name in getattr(s, "origins", (getattr(s, "origin", "copy"),)) if name]
     label = f"{names[0]} ... {names[-1]}" if len(names) > 1 else "".join(names)
-    where = dict(zip(p.inputs, positions, strict=True))
+    where = {name: p.arguments.index(name) for name in p.inputs}
     written = sorted({where[name] for name in writes(p) if name in where})
     count = len(p.steps)
     backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in gm.graph.nodes)
@@ -50,8 +52,8 @@ def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[
     """Why a program is not recorded."""
     if not p.steps:
         yield "nothing is launched"
-    if not is_single(p):
-        yield "it runs on several streams"
+    if any(isinstance(s, Synchronize) for s in p.steps):
+        yield "it waits for the device"
     for s in p.steps:
         if isinstance(s, Call):
             op = s.target
@@ -65,7 +67,8 @@ def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[
                 elif facts(op).masks and any(v.dtype in MASKS for v in flat(s.args[1:2]) if isinstance(v, Value)):
                     yield f"{op} by a mask makes the host wait for data"
     for n in gm.graph.nodes:
-        constant = n.op in ("placeholder", "get_attr", "output") or "lift_fresh" in str(n.target)
+        constant = (n.op in ("placeholder", "get_attr", "output") or "lift_fresh" in str(n.target)
+                    or NUMBERS in n.meta or n.target is send)
         for val in flat(n.meta.get("val")) if not constant else ():
             if isinstance(val, torch.Tensor) and val.device != device:
                 yield f"{n.target} runs on {val.device}"

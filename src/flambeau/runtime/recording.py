@@ -370,7 +370,8 @@ class Recorded:
         if type(x) not in PLAIN or x.layout is not torch.strided or x.is_neg() or x.is_conj():
             return f"{name} is no plain tensor: {type(x).__name__}"
         elsewhere = f"{name} is on {x.device}: its contents would be part of the recording"
-        return "" if x.device == self.device else elsewhere
+        # What a forward sent to the host lies where its recording puts it.
+        return "" if x.device == self.device or (x.device.type == "cpu" and x.is_pinned()) else elsewhere
 
     def why(self, takes: list[Take], fitting: list[Take], sizes: Hashable) -> str:
         """Why there is no recording to replay."""
@@ -398,6 +399,8 @@ class Recorded:
         tensors = {k: x for k, x in enumerate(args) if isinstance(x, torch.Tensor)}
         anchors = {k for k, x in tensors.items() if self.is_anchor(k, x)}  # their addresses are in the key
         moving = [k for k in tensors if k not in bound and k not in anchors]
+        if any(args[k].device != self.device for k in moving):
+            return "what was sent to the host lies elsewhere for once"
         if moving and self.steps < FEWEST:
             return "one launch needs no recording"
         bytes_moved = sum(math.prod(elements(args[k])[0]) * args[k].element_size() for k in moving)

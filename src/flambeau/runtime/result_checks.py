@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from flambeau.errors import PromiseError
 from flambeau.ir.index import Index
+from flambeau.torch_compat.streams import NUMBERS
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ def promises_of(gm: fx.GraphModule, index: Callable[[Any], Index]) -> Promises:
         return memory.setdefault(t.untyped_storage()._cdata, len(memory)) if isinstance(t, torch.Tensor) else -1
 
     nodes = list(gm.graph.nodes)
-    inputs = [n.meta.get("val") for n in nodes if n.op == "placeholder"]
-    results = [r.meta.get("val") if isinstance(r, fx.Node) else None for r in nodes[-1].args[0]]
+    inputs = [n.meta.get("val") for n in nodes if n.op == "placeholder" and NUMBERS not in n.meta]
+    results = [r.meta.get("val") if isinstance(r, fx.Node) and NUMBERS not in r.meta else None
+               for r in nodes[-1].args[0]]
     strides = tuple(tuple(index(s) for s in t.stride()) if isinstance(t, torch.Tensor) else None
                     for t in results)
     return Promises(strides, tuple(map(number, results)),

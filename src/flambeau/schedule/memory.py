@@ -8,7 +8,7 @@ from typing import Any
 
 from flambeau.ir.index import Index, as_index
 from flambeau.ir.nodes import Graph, Value
-from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Keep, Launch, Program, Step
+from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Fresh, Keep, Launch, Program, Step
 
 ALIGN = 256  # libraries choose their kernels by what they may assume of pointers, up to this much
 
@@ -33,7 +33,7 @@ class ProgramDraft:
                        tuple(self.kernels), tuple(steps), tuple(self.buffers.values()), frozen(self.outputs),
                        tuple(graph.seeds), self.arena_bytes,
                        tuple(self.frees.get(k, ()) for k in range(len(self.steps))), tuple(self.notes),
-                       tuple(graph.streams), tuple(graph.arriving), tuple(graph.leaving))
+                       tuple(graph.streams), tuple(graph.arriving), tuple(graph.leaving), graph.ticket)
 
 
 def frozen(x: Any) -> Any:
@@ -47,7 +47,7 @@ def buffers_read(step: Step) -> set[str]:
         return {step.dst, step.src.buffer}
     if isinstance(step, Call):
         return {v.buffer for v in values_in((step.args, step.kwargs))}
-    return {step.buffer} if isinstance(step, Keep) else set()
+    return {step.buffer} if isinstance(step, (Keep, Fresh)) else set()
 
 
 def values_in(x: object) -> Iterable[Value]:

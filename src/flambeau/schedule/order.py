@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 
 from flambeau.errors import OrderError
 from flambeau.ir.program import (
+    WORK,
     AnyKernel,
     BufferPlan,
     Call,
     Copy,
+    Fresh,
     Keep,
     Launch,
     Program,
@@ -123,6 +125,8 @@ def accesses(s: Step, kernels: Sequence[AnyKernel]) -> dict[str, bool]:
     elif isinstance(s, Copy):
         use((s.src.buffer,), False)
         use((s.dst,), True)
+    elif isinstance(s, Fresh):
+        use((s.buffer,), True)
     elif isinstance(s, Call):
         use(s.names, True)
         schema = getattr(s.target, "_schema", None)
@@ -166,7 +170,7 @@ def roots(p: Program | ProgramDraft) -> dict[str, str]:
 
 def is_single(p: Program | ProgramDraft) -> bool:
     """Whether all of it is on one stream, whose order is that of the steps."""
-    return all(isinstance(s, (Launch, Call, Copy)) and s.stream == 0 for s in p.steps)
+    return all(isinstance(s, WORK) and s.stream == 0 for s in p.steps)
 
 
 def count_streams(p: Program | ProgramDraft) -> int:
@@ -250,8 +254,9 @@ class Check:
         for piece in self.memory.arena:
             self.memory.cell(piece).use(start, True)
         for k, s in enumerate(p.steps):
-            if isinstance(s, (Launch, Call, Copy)):
+            if isinstance(s, WORK):
                 m = self.clocks.step(k, s.stream)
+                self.check_own(k, s)
                 for name, writes in accesses(s, p.kernels).items():
                     self.owner.setdefault(self.memory.root.get(name, name), 0 if name in p.inputs else s.stream)
                     self.use(name, m, writes)
@@ -270,6 +275,15 @@ class Check:
         for root in self.owner:
             if root not in freed and root not in self.memory.pieces:
                 self.released(root, end)
+
+    def check_own(self, k: int, s: Step) -> None:
+        """What a step writes does not lie where it reads something else, unless it was put there for it (`over`)."""
+        there: dict[int, tuple[str, bool]] = {}
+        for name, writes in accesses(s, self.p.kernels).items():
+            for piece in self.memory.pieces.get(name, ()):
+                other, wrote = there.setdefault(piece, (name, writes))
+                if (writes or wrote) and self.memory.root[other] != self.memory.root[name]:
+                    raise OrderError(f"{self.title(k)} uses {name} and {other}, which lie in the same memory")
 
     def use(self, name: str, m: Moment, writes: bool) -> None:
         if self.memory.root.get(name, name) in self.gone:

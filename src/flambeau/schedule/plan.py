@@ -9,7 +9,20 @@ from flambeau.errors import UnsupportedError
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import CHECKED, walk
 from flambeau.ir.index import Index, Sym, as_index, offset_of
-from flambeau.ir.nodes import Buffer, Extern, Graph, Node, Pointwise, Scan, Scatter, Value, contiguous_strides, dim_vars
+from flambeau.ir.nodes import (
+    Buffer,
+    Extern,
+    Fetch,
+    Graph,
+    Node,
+    Pointwise,
+    Scan,
+    Scatter,
+    Send,
+    Value,
+    contiguous_strides,
+    dim_vars,
+)
 from flambeau.ir.program import BufferPlan, Call, Kernel, Launch, LoopKernel, Program, Step
 from flambeau.ir.verify import verify
 
@@ -54,6 +67,8 @@ def is_flipped(v: Value, var: Sym) -> bool:
 def may_alias(n: Extern) -> bool:
     """Whether a result can share memory with an argument; without a schema nobody knows."""
     schema = getattr(n.target, "_schema", None)
+    if isinstance(n, (Send, Fetch)):
+        return False
     return schema is None or any(r.alias_info is not None for r in schema.returns)
 
 

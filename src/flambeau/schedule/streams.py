@@ -10,17 +10,14 @@ steps.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flambeau.ir.nodes import Graph, Node
-from flambeau.ir.program import Call, Copy, Keep, Launch, Record, Step, Wait
+from flambeau.ir.program import WORK, Copy, Fence, Keep, Program, Record, Step, StreamNumbers, Wait
 
 from .memory import ProgramDraft, lifetimes, plan_memory, values_in
-from .order import Cell, Clock, Clocks, Moment, accesses, count_streams, joined, roots
-
-OWN = (Launch, Call, Copy)  # steps that use memory
-
+from .order import Cell, Clock, Clocks, Moment, accesses, check_order, count_streams, joined, roots
 
 # ---- stretches of a graph --------------------------------------------------------------------------------
 
@@ -67,7 +64,7 @@ def write_early(p: ProgramDraft, first: int) -> None:
     for c in copies:
         users = [k for k, s in enumerate(p.steps) for name, writes in accesses(s, p.kernels).items()
                  if root.get(name) == root[c.dst] or (writes and root.get(name) == root[c.src.buffer])]
-        made = [s.stream for s in p.steps if isinstance(s, OWN) and c.src.buffer in written(s, p)]
+        made = [s.stream for s in p.steps if isinstance(s, WORK) and c.src.buffer in written(s, p)]
         p.steps.insert(max(users, default=-1) + 1, replace(c, stream=made[-1] if made else 0))
 
 
@@ -78,13 +75,15 @@ def written(s: Step, p: ProgramDraft) -> set[str]:
 # ---- waits -----------------------------------------------------------------------------------------------
 
 
-def order_streams(p: ProgramDraft, graph: Graph) -> None:
-    """Add the waits without which two steps would use the same buffer in no order."""
+def order_streams(p: ProgramDraft, graph: Graph, own: bool = False) -> None:
+    """Add the waits without which two steps would use the same buffer in no order. `own`: nothing but these steps is on
+    the streams, so that a wait that orders none of them is dropped."""
     root, cells, clocks = roots(p), dict[str, Cell](), Clocks(count_streams(p))
     events = max((s.event for s in p.steps if isinstance(s, Record)), default=-1) + 1
     waits: dict[int, dict[int, int]] = {}  # before a step: events by the steps behind which they are recorded
     records: dict[int, Record] = {}  # behind a step
     streams: dict[int, int] = {}
+    idle: set[int] = set()
 
     def order(k: int, stream: int, uses: Iterable[tuple[str, bool]]) -> None:
         nonlocal events
@@ -105,22 +104,26 @@ def order_streams(p: ProgramDraft, graph: Graph) -> None:
 
     order(-1, 0, [(name, True) for name in (*graph.seeds, *graph.arriving)])
     for k, s in enumerate(p.steps):
-        if isinstance(s, OWN):
+        if isinstance(s, WORK):
             order(k, s.stream, accesses(s, p.kernels).items())
         else:
+            known = clocks.now[s.stream or 0][:]
             clocks.pass_by(s)
+            if own and isinstance(s, Wait) and clocks.now[s.stream] == known:
+                idle.add(k)
     order(len(p.steps), 0, [(name, False) for name in graph.leaving])
     steps: list[Step] = [records[-1]] if -1 in records else []
     for k in range(len(p.steps) + 1):
         steps += (Wait(event, streams[k]) for event in waits.get(k, {}).values())
-        if k < len(p.steps):
+        if k < len(p.steps) and k not in idle:
             steps.append(p.steps[k])
         if k in records:
             steps.append(records[k])
     for k, there in sorted(waits.items()):
         p.notes += [f"stream {streams[k]} waits for step {j} of stream {records[j].stream}: it uses what that one does"
                     for j in there]
-    p.steps = steps
+    waited = {s.event for s in steps if isinstance(s, Wait)}
+    p.steps = [s for s in steps if not (own and isinstance(s, Record) and s.event not in waited)]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------
@@ -131,12 +134,32 @@ def plan_streams(p: ProgramDraft, graph: Graph, most: int | None, first: int) ->
     drop_lost_keeps(p)
     write_early(p, first)
     order_streams(p, graph)
+    plan_places(p, graph, most)
+
+
+def plan_overlap(p: ProgramDraft, graph: Graph) -> None:
+    """The waits and the memory of a draft whose steps were put on streams of its own."""
+    p.steps = forked(p.steps, len(graph.streams))
+    order_streams(p, graph, own=True)
+    plan_places(p, graph, None)
+
+
+def plan_places(p: ProgramDraft, graph: Graph, most: int | None) -> None:
+    """The memory of steps that are in order."""
     uses = Uses(p, graph.leaving)
     for b in list(p.buffers.values()):
         if b.place == "arena" and not uses.within(b.name):
             p.buffers[b.name] = replace(b, place="alloc")
     plan_memory(p, most, uses.apart)
     release(p, graph)
+
+
+def forked(steps: Sequence[Step], sides: int) -> list[Step]:
+    """Streams of a program's own begin behind stream 0, and end before it does: nothing else is ever on them."""
+    event = 1 + max((s.event for s in steps if isinstance(s, Record)), default=-1)
+    begin: list[Step] = [Record(event), *(Wait(event, k) for k in range(1, sides + 1))]
+    end: list[Step] = [x for k in range(1, sides + 1) for x in (Record(event + k, k), Wait(event + k))]
+    return [*begin, *steps, *end]
 
 
 class Uses:
@@ -149,7 +172,7 @@ class Uses:
         self.last: dict[str, dict[int, Moment]] = {}
         self.after: list[list[Clock]] = []  # behind each step: what each stream knows to be over
         for k, s in enumerate(p.steps):
-            if isinstance(s, OWN):
+            if isinstance(s, WORK):
                 m = clocks.step(k, s.stream)
                 for name in accesses(s, p.kernels):
                     r = self.root.get(name, name)
@@ -165,8 +188,9 @@ class Uses:
         self.ends = [joined(now, clocks.host) for now in clocks.now]
 
     def before(self, a: str, b: str) -> bool:
-        """Whether every use of one buffer is over when the other one's begin."""
-        return all(m.after(other) for m in self.first[b].values() for other in self.last[a].values())
+        """Whether every use of one buffer is over when the other one's begin: a step that uses both is in the way."""
+        return all(m.after(other) and m.step != other.step
+                   for m in self.first[b].values() for other in self.last[a].values())
 
     def apart(self, a: str, b: str) -> bool:
         return self.before(a, b) or self.before(b, a)
@@ -222,6 +246,34 @@ def release(p: ProgramDraft, graph: Graph) -> None:
         if k < end:
             steps.append(p.steps[k])
     p.steps = steps
+
+
+# ---- streams of a program's own ----------------------------------------------------------------------------
+
+
+def on_own_streams(p: Program) -> tuple[Program, Fence]:
+    """The same on streams that belong to the program, so that a run can be recorded. What the caller has on his own is
+    fenced off."""
+    waited, happens = ({s.place for s in p.steps if isinstance(s, kind) and s.place is not None and (
+        kind is Record or s.event is None)} for kind in (Wait, Record))
+    numbers = [k for k, o in enumerate(p.outputs) if isinstance(o, StreamNumbers)]
+    fence = Fence(p.streams, tuple(sorted(waited)), tuple(sorted(happens)),
+                  p.arguments.index(p.ticket) if p.ticket else None, numbers[0] if numbers else None)
+    sides = len(p.streams)
+    steps: list[Step] = []
+    frees: list[tuple[str, ...]] = [()] * (1 + sides)
+    for s, freed in zip(p.steps, p.frees, strict=True):
+        if isinstance(s, Wait) and s.event is None:
+            frees[-1] += freed
+            continue
+        steps.append(replace(s, place=None) if isinstance(s, (Record, Wait)) else s)
+        frees.append(freed)
+    made = replace(p, streams=tuple(-k for k in range(1, sides + 1)), steps=tuple(forked(steps, sides)),
+                   frees=(*frees, *[()] * (2 * sides)), ticket="",
+                   arguments=tuple(a for a in p.arguments if a != p.ticket),
+                   outputs=tuple(None if isinstance(o, StreamNumbers) else o for o in p.outputs))
+    check_order(made)
+    return made, fence
 
 
 def drop_lost_keeps(p: ProgramDraft) -> None:

@@ -150,6 +150,9 @@ class Recorder(ABC):
 
         Recordings of one group share memory: intermediates of one may lie where results of a later one are."""
 
+    def forget(self, group: Hashable) -> None:  # noqa: B027 - most keep nothing
+        """Give back the memory of a group, of which no recording is left."""
+
     def check(self) -> None:  # noqa: B027 - most have nothing to say
         """Raise what earlier replays found wrong with their data, as far as it is known."""
 

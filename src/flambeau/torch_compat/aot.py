@@ -30,7 +30,7 @@ __all__ = ["AOT_COUNTER", "AOTAutogradCache", "BackwardState", "OutputType", "Ru
            "aot_autograd", "aot_autograd_result", "aot_function", "autograd_cache", "by_own_memory", "check_cacheable",
            "config",
            "descriptors", "functionalization", "mark_dynamic", "min_cut_rematerialization_partition",
-           "must_recompute", "partitioners", "runtime_wrappers", "schemas"]
+           "must_recompute", "partitioners", "runtime_wrappers", "saved_output", "schemas"]
 
 # Tells the next graph which sizes of a result may change. Its name is another from 2.12 on.
 mark_dynamic = getattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices",
@@ -40,6 +40,14 @@ check_cacheable = autograd_cache.check_cacheable
 # no such classes: then entries with such views cannot be written.
 functionalization = getattr(torch._C, "_functionalization", None)
 VIEW_SEQUENCE = getattr(functional_utils, "ViewMetaSequence", None)
+
+
+def saved_output(output: Any, position: int) -> None:
+    """A forward's graph has one more result at this position: a tensor that is saved for its backward."""
+    descs = list(output.meta.get("desc") or ())
+    if descs:
+        descs.insert(position, descriptors.SavedForBackwardsAOTOutput(len(descs)))
+        output.meta["desc"] = descs
 
 
 def by_own_memory(full: Callable[..., Any], meta: Any, inner: Any, *args: Any, **named: Any) -> Any:

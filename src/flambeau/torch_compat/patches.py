@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from .patch import MISSING, Change, Patch
+from .stream_patches import OBJECTS, TRACED_STREAMS
 
 __all__ = ["MISSING", "PATCHES", "Patch", "undo_lasting"]
 
@@ -206,17 +207,6 @@ def _sharing(only_of_others: Callable[..., Any]) -> Iterator[Change]:
         yield table, kind, only_of_others(table.get(kind, own))
 
 
-def _objects() -> Iterator[Change]:
-    from .streams import remembered_by_thread
-
-    yield remembered_by_thread()
-
-
-OBJECTS = Patch(
-    "objects", "`store_user_object_weakrefs` of Dynamo",
-    "torch keeps streams and events of a call in one table of the process, where a call of another thread can replace "
-    "them before they are read. Without this, compiled functions that use streams raise an error",
-    "from the first compiled function that uses streams on", _objects, lasting=True)
 FRAMES = Patch(
     "frames", "`CatchErrorsWrapper.__call__` of Dynamo",
     "Dynamo should not trace optimizers for this backend, because it takes minutes for thousands of parameters; there "
@@ -250,8 +240,8 @@ SHARING = Patch(
     "errors are raised",
     'from the first tensor of `torch.device("flambeau")` on', _sharing, lasting=True)
 
-PATCHES = (FRAMES, CALLS, OPTIMIZERS, OBJECTS, BEFORE_START, DLPACK, SHARING, HANDLERS, WRAPPERS, CACHE, SHARED_INPUTS,
-           CUT, KERNELS, COUNTS, COMPILING)
+PATCHES = (FRAMES, CALLS, OPTIMIZERS, OBJECTS, BEFORE_START, DLPACK, SHARING, HANDLERS, TRACED_STREAMS, WRAPPERS, CACHE,
+           SHARED_INPUTS, CUT, KERNELS, COUNTS, COMPILING)
 
 
 def undo_lasting() -> None:

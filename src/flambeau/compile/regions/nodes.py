@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from flambeau.capture.stream_turns import MARK
 from flambeau.ops.facts import SPACES, facts, named, overloads_named
 from flambeau.ops.facts import name_of as operator_name
 from flambeau.torch_compat import pytree
@@ -157,7 +158,7 @@ def check_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
             raise Refused(f"it calls {n.target}")
         if n.op == "call_function":
             check_function(gm, n)
-        if "stream" in (n.meta.get("custom") or {}):
+        if MARK in (n.meta.get("custom") or {}):
             raise Refused("it changes streams")
 
 

@@ -44,6 +44,11 @@ class CudaRecorder(Recorder):
     def place(self) -> Hashable | None:
         return self.target.queue()
 
+    def forget(self, group: Hashable) -> None:
+        with _ONE_AT_A_TIME:
+            for place in [p for p in self.places if p[1] == group]:  # type: ignore[index]
+                del self.places[place]
+
     @cached_property
     def nothing(self) -> Plan:
         return self.target.plan([])

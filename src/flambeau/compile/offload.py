@@ -1,0 +1,286 @@
+"""What a backward needs of its forward: kept on the device, computed again, or sent to the host and fetched.
+
+    torch.compile(model, backend="flambeau", options={"offload": "4GiB"})     # so much less at the peak
+    options={"offload": 0.3}                                                  # that part of what the peak is made of
+    options={"offload": "auto"}                                               # what the device's memory is short of
+
+One model of times decides for each saved tensor. To send it costs nothing while the link to the host has nothing else
+to do until the forward ends, and the copy back is there before it is used; beyond that it costs what the copy takes. To
+compute it again costs what its operator takes. The cheapest per byte come first, until as much is saved as was wished.
+How fast the link is, is measured once for a machine, and kept on disk.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
+
+from flambeau.ir.tuning import Tuning
+from flambeau.ops.facts import facts
+from flambeau.runtime.host_copies import fetch, send
+from flambeau.runtime.placement import flat
+from flambeau.torch_compat.fake import detect_fake_mode
+from flambeau.torch_compat.ops import OpOverload
+
+from .offload_wish import bytes_of
+
+LEAST = 1 << 20  # bytes of a tensor that is worth a copy
+MARGIN = 0.9  # of the device's memory, that "auto" leaves to a program
+UNCHECKED = "saved_tensor_with_no_vc_check"  # in the meta of a saved tensor: torch saves those behind the others
+Wish = str | float
+
+
+# ---- what there is ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Saved:
+    """Memory that a forward saves: a node of the forward, and the saved tensors that lie in it."""
+
+    node: fx.Node
+    bytes: int
+    made: float  # nanoseconds, from the forward's start
+    again: float  # to compute it once more; infinite if that would be something else
+    results: list[fx.Node] = field(default_factory=list)
+    used: float = 0.0  # from the backward's start
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What is wished, and the machine that it is for."""
+
+    wish: Wish
+    tuning: Tuning
+    rate: float  # bytes a nanosecond to the host
+    memory: Callable[[], int]  # bytes that the device has
+
+
+@dataclass
+class Decision:
+    send: list[str] = field(default_factory=list)
+    again: list[str] = field(default_factory=list)
+    note: str = ""
+
+
+class Machine:
+    """The times of nodes, by what they move and multiply."""
+
+    def __init__(self, tuning: Tuning, rate: float) -> None:
+        self.tuning, self.rate = tuning, rate  # bytes a nanosecond to the host
+
+    def time(self, n: fx.Node) -> float:
+        if n.op != "call_function" or not isinstance(n.target, OpOverload) or facts(n.target).view:
+            return 0.0
+        made = sum(map(size_of, flat(n.meta.get("val"))))
+        if n.target.overloadpacket not in flop_registry:  # most of them are fused, with what makes their arguments
+            return made / self.tuning.memory_rate
+        read = sum(size_of(t) for a in n.all_input_nodes for t in flat(a.meta.get("val")))
+        wide = max((t.itemsize for t in flat(n.meta.get("val")) if isinstance(t, torch.Tensor)), default=2) > 2
+        rate = self.tuning.product_rate / (8 if wide else 1)
+        return self.tuning.launch_recorded + max((made + read) / self.tuning.memory_rate, operations(n) / rate)
+
+
+def size_of(t: Any) -> int:
+    known = isinstance(t, torch.Tensor) and all(isinstance(s, int) for s in t.shape)
+    return t.numel() * t.itemsize if known else 0
+
+
+def operations(n: fx.Node) -> float:
+    def value(x: Any) -> Any:
+        return x.meta.get("val") if isinstance(x, fx.Node) else x
+
+    try:
+        args, kwargs = fx.node.map_aggregate(n.args, value), fx.node.map_aggregate(n.kwargs, value)
+        return float(flop_registry[n.target.overloadpacket](*args, **kwargs, out_val=n.meta["val"]))  # type: ignore[union-attr]
+    except Exception:  # of shapes that its formula does not know
+        return 0.0
+
+
+def base_of(n: fx.Node) -> fx.Node:
+    """The node whose memory a view lies in."""
+    while is_view(n) or (n.target is operator.getitem and is_view(n.args[0])):  # one of those that `split` returns
+        n = n.all_input_nodes[0]
+    return n
+
+
+def is_view(n: Any) -> bool:
+    return (isinstance(n, fx.Node) and isinstance(n.target, OpOverload) and facts(n.target).view
+            and bool(n.all_input_nodes))
+
+
+def saved_by(forward: fx.Graph, backward: fx.Graph, results: int, machine: Machine) -> tuple[list[Saved], float]:
+    """What could be sent, in the order of its making; and how long the forward takes."""
+    outputs = list(forward.output_node().args[0])  # type: ignore[arg-type]
+    returned = {base_of(n) for n in outputs[:results] if isinstance(n, fx.Node)}
+    now, made = 0.0, dict[fx.Node, float]()
+    for n in forward.nodes:
+        now += machine.time(n)
+        made[n] = now
+    used, there = dict[str, float](), 0.0
+    for n in backward.nodes:
+        for a in n.all_input_nodes if n.op == "call_function" else ():
+            used.setdefault(a.name, there)
+        there += machine.time(n)
+    found: dict[fx.Node, Saved] = {}
+    for n in outputs[results:]:
+        base = base_of(n) if isinstance(n, fx.Node) else None
+        if base is None or base.op != "call_function" or base in returned or not movable(base):
+            continue
+        s = found.setdefault(base, Saved(base, size_of(base.meta["val"]), made[base], again(base, machine)))
+        s.results.append(n)
+        s.used = min((used.get(x.name, 0.0) for x in s.results), default=0.0)
+    return sorted(found.values(), key=lambda s: s.made), now
+
+
+def movable(n: fx.Node) -> bool:
+    """Whether it is memory of the device, of known size, without gaps."""
+    t = n.meta.get("val")
+    return (isinstance(t, torch.Tensor) and t.layout is torch.strided and t.device.type != "cpu" and size_of(t) >= LEAST
+            and torch.ops.aten.is_non_overlapping_and_dense(t))
+
+
+def again(n: fx.Node, machine: Machine) -> float:
+    """Of one operator that is computed from what is there anyway, or cheap."""
+    op = n.target
+    pure = isinstance(op, OpOverload) and not facts(op).random and not op._schema.is_mutable
+    return machine.time(n) if pure and "recompute" not in n.meta else float("inf")
+
+
+# ---- the decision ----------------------------------------------------------------------------------------------
+
+
+def decide(forward: fx.GraphModule, backward: fx.GraphModule, results: int, given: Offload) -> Decision:
+    wish, machine = given.wish, Machine(given.tuning, given.rate)
+    found, end = saved_by(forward.graph, backward.graph, results, machine)
+    held = sum({id(t): size_of(t) for n in forward.graph.nodes if n.op == "placeholder" or n.op == "output"
+                for a in (n.all_input_nodes if n.op == "output" else [n]) for t in flat(a.meta.get("val"))}.values())
+    wanted = held * wish if isinstance(wish, float) else max(held - MARGIN * given.memory(), 0) if wish == "auto" else (
+        float(bytes_of(wish)))
+    out = Decision()
+    left, busy = wanted, 0.0
+    sent: list[Saved] = []
+    for s in found:  # those that are made first, and needed last
+        busy_then = max(busy, s.made) + s.bytes / machine.rate
+        if left <= 0 or busy_then > end or not in_time([*sent, s], machine.rate):
+            continue
+        sent.append(s)
+        busy, left = busy_then, left - s.bytes
+    hidden = sum(s.bytes for s in sent)
+    others = [(cost / s.bytes, how, k) for k, s in enumerate(found) if s not in sent
+              for how, cost in (("again", s.again), ("send", s.bytes / machine.rate))]
+    repeated: list[Saved] = []
+    for _, how, k in sorted(others):
+        s = found[k]
+        if left <= 0:
+            break
+        if s not in sent and s not in repeated:
+            (repeated if how == "again" else sent).append(s)
+            left -= s.bytes
+    out.send, out.again = [s.node.name for s in sent], [s.node.name for s in repeated]
+    late = sum(s.bytes for s in sent) - hidden
+    out.note = (f"of {mebi(sum(s.bytes for s in found))} that a backward needs, {mebi(hidden)} go to the host beside "
+                f"the forward, {mebi(late)} later, and {mebi(sum(s.bytes for s in repeated))} are computed again "
+                f"({mebi(wanted)} were wished; {machine.rate:.1f} GB/s)")
+    return out
+
+
+def in_time(sent: Sequence[Saved], rate: float) -> bool:
+    """Whether copies back, one after the other, are there before they are used."""
+    due = 0.0
+    for s in sorted(sent, key=lambda s: s.used):
+        due += s.bytes / rate
+        if due > s.used:
+            return False
+    return True
+
+
+def mebi(n: float) -> str:
+    return f"{n / (1 << 20):.0f} MiB"
+
+
+# ---- the graphs ------------------------------------------------------------------------------------------------
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(gm.graph, known)
+    output = graph.output(results)
+    output.meta.update(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
+def compute_again(joint: fx.Graph, names: Iterable[str]) -> None:
+    wanted = set(names)
+    for n in joint.nodes:
+        if n.name in wanted:
+            n.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def send_saved(forward: fx.GraphModule, backward: fx.GraphModule, results: int, names: Iterable[str]) -> int:
+    """Saved tensors that lie in these nodes' memory are saved on the host; how many of them. Views are made anew."""
+    wanted, count, gone = set(names), 0, set[int]()
+    output = forward.graph.output_node()
+    outs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    placeholders = {n.name: n for n in backward.graph.nodes if n.op == "placeholder"}
+    here = backward.graph
+    there: dict[fx.Node, fx.Node] = {}  # bases of the forward in the backward
+    mode = detect_fake_mode([n.meta.get("val") for n in forward.graph.nodes]) or nullcontext()
+    for k, n in list(enumerate(outs))[results:]:
+        base = base_of(n) if isinstance(n, fx.Node) else None
+        given = placeholders.get(n.name) if base is not None else None
+        if base is None or base.name not in wanted or given is None or not replayable(n):
+            continue
+        first = next(x for x in here.nodes if x.op != "placeholder")
+        if base not in there:
+            val = base.meta["val"]
+            with mode:
+                host = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype)
+            with forward.graph.inserting_before(output):
+                outs[k] = forward.graph.call_function(send, (base,))
+            outs[k].meta.update(val=host, **{key: n.meta[key] for key in (UNCHECKED,) if key in n.meta})
+            with here.inserting_before(given):
+                taken = here.placeholder(outs[k].name)
+            taken.meta["val"] = host
+            with here.inserting_before(first):
+                there[base] = here.call_function(fetch, (taken, val.device))
+            there[base].meta["val"] = val
+        else:
+            gone.add(k)
+        given.replace_all_uses_with(viewed(here, n, base, there[base], first))
+        here.erase_node(given)
+        count += 1
+    if desc := output.meta.get("desc"):
+        output.meta["desc"] = [d for k, d in enumerate(desc) if k not in gone]
+    output.args = (tuple(o for k, o in enumerate(outs) if k not in gone),)
+    forward.graph.eliminate_dead_code()
+    forward.recompile()
+    backward.recompile()
+    return count
+
+
+def replayable(n: fx.Node) -> bool:
+    """Whether the views between a saved tensor and its memory take nothing but that."""
+    base = base_of(n)
+    while n is not base:
+        if len(n.all_input_nodes) != 1:
+            return False
+        n = n.all_input_nodes[0]
+    return True
+
+
+def viewed(graph: fx.Graph, n: fx.Node, base: fx.Node, made: fx.Node, before: fx.Node) -> fx.Node:
+    """A view of the forward, upon what its memory is in the backward."""
+    if n is base:
+        return made
+    source = viewed(graph, n.all_input_nodes[0], base, made, before)
+    with graph.inserting_before(before):
+        return graph.node_copy(n, lambda _: source)

@@ -1,0 +1,93 @@
+"""One stream or several: the first call times both on copies of its arguments, and what was faster is kept on disk.
+
+The two programs have the same kernels and give the same bits, so the clock may choose between them. Where a recording
+is asked for, recordings are what is timed. A target that cannot time what it runs goes by the model alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flambeau.targets.base import Launch, Run, Target
+
+if TYPE_CHECKING:
+    from flambeau.errors import CompileError
+
+    from .launch_plan import LaunchPlan
+
+log = logging.getLogger(__name__)
+
+
+def chosen(plan: LaunchPlan, beside: LaunchPlan, target: Target, kernels: Mapping[str, Launch | CompileError],
+           function: Hashable) -> Run:
+    """A run function that is one of two."""
+    lock = threading.Lock()
+    found: list[Run] = []
+
+    def run(args: list[Any]) -> list[Any]:
+        if not found:
+            if target.queue() is None:  # somebody captures: nothing may be waited for
+                return plan.raw(kernels)(args)
+            with lock:
+                if not found:
+                    best = choice(plan, beside, target, kernels, args)
+                    found.append((plan, beside)[best].bound(kernels, function))
+        return found[0](args)
+
+    return run
+
+
+def choice(plan: LaunchPlan, beside: LaunchPlan, target: Target, kernels: Mapping[str, Launch | CompileError],
+           args: list[Any]) -> int:
+    """0: one stream; 1: several."""
+    if not target.times:
+        return 1
+    from flambeau.targets.identity import identity
+    from flambeau.targets.search import kept
+
+    about = [*identity(target), target.chip(), plan.source, beside.source, bool(plan.graphs),
+             *(f"{k.text}{getattr(k, 'parts', '')!r}" for k in plan.kernels)]
+    try:
+        return int(kept(about, lambda: str(measured((plan, beside), target, kernels, args))))
+    except Exception as error:  # out of memory, perhaps; one stream is always right
+        log.info("streams are not timed: %s: %s", type(error).__name__, error)
+        return 0
+
+
+def measured(plans: tuple[LaunchPlan, LaunchPlan], target: Target, kernels: Mapping[str, Launch | CompileError],
+             args: list[Any]) -> int:
+    from flambeau.targets.search import fastest
+
+    device = plans[0].device
+    recorder = target.recorder() if plans[0].graphs is not None and not plans[0].graphs.obstacle else None
+    module = torch.get_device_module(device)
+    state = module.get_rng_state(device)
+    candidates: dict[int, Callable[[], object]] = {}
+    groups = [("trial", id(plans), k) for k in range(len(plans))]
+    try:
+        with torch.no_grad():
+            for k, p in enumerate(plans):
+                given = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+                raw = p.raw(kernels)
+                raw(list(given))  # libraries choose their kernels
+                made = None if recorder is None else recorder.record(raw, given, groups[k])
+                candidates[k] = partial(call, raw, given) if made is None else made.replay
+            best, seconds = fastest(target, candidates)
+    finally:
+        candidates.clear()
+        module.set_rng_state(state, device)
+        if recorder is not None:
+            for group in groups:
+                recorder.forget(group)
+    log.info("one stream %.1f us, several %.1f us", *(1e6 * seconds[k] for k in (0, 1)))
+    return best
+
+
+def call(run: Run, args: list[Any]) -> object:
+    return run(list(args))

@@ -1,0 +1,84 @@
+"""The streams and events of a run: the caller's own, those that a forward had, and a program's own."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from flambeau.errors import UnsupportedError
+from flambeau.ir.program import Fence
+from flambeau.targets.base import Run
+from flambeau.torch_compat.streams import object_at
+
+
+def caller_stream(place: int, device: torch.device) -> torch.Stream:
+    """A stream that the caller's function uses, at this call."""
+    found = object_at(place)
+    if not isinstance(found, torch.Stream) or found.device != device:
+        raise UnsupportedError(f"a compiled function on {device} uses {found}", hint="streams of one device, in the "
+                               "function that is compiled for it")
+    return found
+
+
+def stream_numbers(*streams: torch.Stream) -> torch.Tensor:
+    """By which a backward finds the streams of its forward."""
+    return torch.tensor([s.stream_id for s in streams])
+
+
+def numbered_stream(numbers: torch.Tensor, k: int, device: torch.device) -> torch.Stream:
+    like = torch.accelerator.current_stream(device)
+    return torch.Stream(stream_id=int(numbers[k]), device_index=like.device_index, device_type=like.device_type)
+
+
+def caller_event(place: int) -> torch.Event:
+    found: torch.Event = object_at(place)
+    return found
+
+
+# ---- streams of a program's own ----------------------------------------------------------------------------------
+
+_own: dict[tuple[torch.device, int, int], torch.Stream] = {}
+_lock = threading.Lock()
+
+
+def own_stream(k: int, beside: torch.Stream) -> torch.Stream:
+    """The k-th stream beside another. Each stream has its own: what is captured in one is no business of the others,
+    and libraries have a workspace for each."""
+    key = beside.device, beside.stream_id, k
+    found = _own.get(key)
+    if found is None:
+        with _lock:
+            found = _own.setdefault(key, torch.Stream(device=beside.device))
+    return found
+
+
+def fenced(run: Run, fence: Fence, device: torch.device) -> Run:
+    """Around work that is on the caller's stream and on streams of its own, the caller's others wait for each other."""
+
+    def between(args: list[Any]) -> list[Any]:
+        here = torch.accelerator.current_stream(device)
+        if fence.ticket is None:
+            others = [own_stream(-place, here) if place < 0 else caller_stream(place, device)
+                      for place in fence.streams]
+        else:
+            numbers = args.pop(fence.ticket)
+            others = [numbered_stream(numbers, k, device) for k in fence.streams]
+        before, after = (list(map(caller_event, events)) for events in (fence.before, fence.after))
+        for s in others:
+            here.wait_stream(s)
+        for e in before:
+            here.wait_event(e)
+        results = run(args)
+        for s in others:
+            s.wait_stream(here)
+        for e in after:
+            here.record_event(e)
+        if fence.numbers is not None:
+            results = list(results)
+            results[fence.numbers] = stream_numbers(*others)
+        return results
+
+    between._boxed_call = True  # type: ignore[attr-defined]
+    return between

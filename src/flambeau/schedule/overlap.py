@@ -1,0 +1,214 @@
+"""Steps of a program side by side: which of them go to streams of its own, by modelled times and critical paths.
+
+    overlapped(program, tuning)       # a Program with the same kernels, or None where nothing is to be gained
+
+A step waits for those whose memory it uses; what is left free is scheduled as a list, the step with the longest way to
+the end first, on the stream where it can begin soonest. The model knows what a step moves and computes, and how much of
+the machine its results fill: two that fill it run one after the other, whatever stream they are on. A change of stream
+costs a wait. Steps keep an order that one stream could run; waits, memory and the proof are those of all programs with
+streams (`streams.py`, `order.py`). Bits are the same: every step computes what it did.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flambeau.ir.nodes import Graph
+from flambeau.ir.program import (
+    WORK,
+    BufferPlan,
+    Call,
+    ContractKernel,
+    Launch,
+    Program,
+    Record,
+    Step,
+    Synchronize,
+    Wait,
+)
+from flambeau.ir.tuning import Tuning
+
+from .memory import ProgramDraft, nbytes, span, values_in
+from .order import accesses, check_order, count_streams, is_single, roots
+from .streams import plan_overlap
+
+STREAMS = (2, 3, 4)  # how many are tried
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Nanoseconds of a step by itself, and the part of the machine that it keeps busy then."""
+
+    time: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where a step runs, and from when to when, as the model has it."""
+
+    stream: int
+    start: float
+    end: float
+
+
+def overlapped(p: Program, tuning: Tuning, fixed: float | None = None) -> Program | None:
+    """`fixed`: nanoseconds that each step takes at least; by default those of a launch by the host."""
+    work = [s for s in p.steps if isinstance(s, WORK)]
+    if not is_single(p) or len(work) < 3:
+        return None
+    costs = [cost(s, p, tuning, tuning.launch if fixed is None else fixed) for s in work]
+    before = dependences(p, work)
+    lanes = min((lane_up(costs, before, count, tuning.stream_wait) for count in STREAMS),
+                key=lambda found: max(x.end for x in found))
+    alone, together = sum(c.time for c in costs), max(x.end for x in lanes)
+    if together > alone * (1 - tuning.overlap_gain / 100):
+        return None
+    order = sorted(range(len(work)), key=lambda k: (lanes[k].start, k))
+    used = {s: k for k, s in enumerate(dict.fromkeys([0, *(lanes[k].stream for k in order)]))}
+    graph = Graph(list(p.inputs), list(p.arguments), dict(p.numbers), seeds=list(p.seeds),
+                  streams=[-k for k in range(1, len(used))], arriving=list(p.inputs), leaving=results(p))
+    draft = ProgramDraft(list(p.kernels), [replace(work[k], stream=used[lanes[k].stream]) for k in order],
+                         list(p.outputs), in_arena(p), notes=list(p.notes))
+    draft.notes.append(f"{len(used)} streams: {alone / 1e3:.0f} us one after the other, {together / 1e3:.0f} us side "
+                       "by side, as modelled")
+    plan_overlap(draft, graph)
+    made = draft.finished(graph)
+    check_order(made)
+    return made
+
+
+def results(p: Program) -> list[str]:
+    """What the caller uses afterwards, on his stream."""
+    written = [name for s in p.steps for name, writes in accesses(s, p.kernels).items() if writes and name in p.inputs]
+    return list(dict.fromkeys([*(v.buffer for v in values_in(p.outputs)), *written]))
+
+
+def in_arena(p: Program) -> dict[str, BufferPlan]:
+    """The buffers, with all intermediates of known size in the arena: allocators keep the memory of streams apart."""
+    shared = {v.buffer for s in p.steps if isinstance(s, Call)
+              and (s.aliases or any(w for n, w in accesses(s, p.kernels).items() if n not in s.names))
+              for v in values_in((s.args, s.kwargs))}
+    over = {b.over for b in p.buffers}
+    return {b.name: replace(b, place="arena") if b.place == "alloc" and nbytes(b) is not None
+            and all(x.is_const for x in (*b.shape, *b.strides)) and b.name not in shared and b.name not in over else b
+            for b in p.buffers}
+
+
+# ---- the model ---------------------------------------------------------------------------------------------
+
+
+def cost(s: Step, p: Program, tuning: Tuning, fixed: float) -> Cost:
+    used = accesses(s, p.kernels)
+    sizes = {name: nbytes(p.places[name]) or 0 for name in used if name in p.places}
+    moved = sum(sizes.values())
+    made = max((span(p.places[name]).bounds()[1] or 0 for name, written in used.items()
+                if written and name in p.places), default=0)
+    operations, fills = 0.0, tuning.filled
+    if isinstance(s, Launch) and isinstance(kernel := p.kernels[s.kernel], ContractKernel):
+        variables = (*kernel.batch, *kernel.rows, *kernel.columns, *kernel.depth)
+        operations, fills = 2.0 * math.prod(v.size.bounds()[1] or 1 for v in variables), tuning.filled_product
+    elif isinstance(s, Call) and s.kind == "library":
+        operations, fills = products(s, p, made), tuning.filled_product
+    share = min(1.0, max(made / fills, 1 / 128))
+    return Cost(fixed + max(moved / tuning.memory_rate, operations / tuning.product_rate / share), share)
+
+
+def products(s: Call, p: Program, made: int) -> float:
+    """Multiplications and additions of a library's call: of an m x k by a k x n matrix, the root of the three sizes'
+    product is m k n; a convolution, or attention, comes near it."""
+    given = sorted((span(p.places[v.buffer]).bounds()[1] or 0 for v in values_in((s.args, s.kwargs))
+                    if v.buffer in p.places), reverse=True)[:2]
+    return 2.0 * math.sqrt(math.prod(given) * max(made, 1)) if len(given) == 2 else 0.0
+
+
+def timeline(p: Program, tuning: Tuning) -> dict[int, Lane]:
+    """When each step of a program with streams would run, as the model has it."""
+    now = [0.0] * count_streams(p)
+    events: dict[int, float] = {}
+    out: dict[int, Lane] = {}
+    for k, s in enumerate(p.steps):
+        if isinstance(s, WORK):
+            start = now[s.stream]
+            now[s.stream] += cost(s, p, tuning, tuning.launch_recorded).time
+            out[k] = Lane(s.stream, start, now[s.stream])
+        elif isinstance(s, Record):
+            events[s.event] = now[s.stream]
+        elif isinstance(s, Wait) and s.event is not None:
+            now[s.stream] = max(now[s.stream], events[s.event] + tuning.stream_wait)
+        elif isinstance(s, Synchronize):
+            now = [max(now)] * len(now)
+    return out
+
+
+# ---- the schedule ------------------------------------------------------------------------------------------
+
+
+def dependences(p: Program, work: Sequence[Step]) -> list[set[int]]:
+    """The steps that each step comes behind. Calls that are not a library's may do more than their schema says (they
+    draw random numbers): they keep their order."""
+    root = roots(p)
+    written: dict[str, int] = {}
+    read: dict[str, list[int]] = {}
+    out: list[set[int]] = []
+    last: int | None = None
+    for k, s in enumerate(work):
+        before: set[int] = set()
+        for name, writes in accesses(s, p.kernels).items():
+            r = root.get(name, name)
+            before |= {written[r]} if r in written else set()
+            if writes:
+                before |= {*read.pop(r, ())}
+        for name, writes in accesses(s, p.kernels).items():
+            r = root.get(name, name)
+            if writes:
+                written[r] = k
+            else:
+                read.setdefault(r, []).append(k)
+        if isinstance(s, Call) and s.kind != "library":
+            before |= set() if last is None else {last}
+            last = k
+        out.append(before - {k})
+    return out
+
+
+def lane_up(costs: Sequence[Cost], before: Sequence[set[int]], streams: int, wait: float) -> list[Lane]:
+    """A list schedule."""
+    after: list[list[int]] = [[] for _ in costs]
+    for k, some in enumerate(before):
+        for j in some:
+            after[j].append(k)
+    way = [0.0] * len(costs)  # to the end
+    for k in reversed(range(len(costs))):
+        way[k] = costs[k].time + max((way[j] for j in after[k]), default=0.0)
+    missing = [len(some) for some in before]
+    ready = [(-way[k], k) for k, n in enumerate(missing) if not n]
+    heapq.heapify(ready)
+    free, filled = [0.0] * streams, 0.0  # when a stream, and the machine, have nothing to do
+    lanes: list[Lane | None] = [None] * len(costs)
+    while ready:
+        _, k = heapq.heappop(ready)
+        found: list[tuple[float, bool, int]] = []
+        for s in range(streams):
+            start, near = free[s], False
+            for j in before[k]:
+                lane = lanes[j]
+                assert lane is not None
+                start = max(start, lane.end + (wait if lane.stream != s else 0.0))
+                near = near or lane.stream == s
+            if not before[k] and s:
+                start = max(start, wait)  # behind the start of the run
+            found.append((max(start, filled) if costs[k].share > 0.5 else start, not near, s))
+        start, _, s = min(found)
+        lanes[k] = Lane(s, start, start + costs[k].time)
+        free[s] = start + costs[k].time
+        if costs[k].share > 0.5:
+            filled = free[s]
+        for j in after[k]:
+            missing[j] -= 1
+            if not missing[j]:
+                heapq.heappush(ready, (-way[j], j))
+    return [x for x in lanes if x is not None]
