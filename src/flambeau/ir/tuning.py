@@ -40,6 +40,7 @@ class Tuning:
     transpose_least: int = number(16, "elements", "contiguous on one side: below it a tile brings nothing")
     split_piece: int = number(4096, "elements", "a shorter piece of a reduction is not worth a result of its own")
     split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
+    product_even: int = number(64, "elements", "pieces of a sum of products are multiples of it")
     split_more: int = number(4, "pieces", "fewer of one more variable are not worth cutting it")
     split_columns: int = number(64, "columns", "one program computes so many results side by side")
     asked: int = number(40, "questions", "whether a value is one's own: they take as long as to add one to memory")
@@ -242,7 +243,7 @@ class BlockTuning(Tuning):
     threads_most: int = number(512, "threads", "of one processor that all have registers for sums")
     tile_reads: int = number(70, "products", "that take as long as to read one element of a tile's row or column: a "
                                              "processor computes 5.3 TFLOP/s, and reads 75 GB/s of the cache")
-    engine_start: int = number(3_500_000, "products", "that take as long as to tell the copy engine of matrices")
+    product_even: int = number(128, "elements", "pieces of a sum of products are multiples of the depth of every tile")
     worker_depth: int = number(256, "elements", "of the depth of a piece: four steps of a tile, which hide its start")
     split_most: int = number(64, "pieces", "of a sum: each of its results is read so often when they are joined")
     join_start: int = number(4_000_000, "products", "that take as long as to launch one more kernel: 1.5 microseconds")
@@ -261,7 +262,7 @@ class BlockTuning(Tuning):
 
         def cost(pieces: int) -> int:
             join = self.join_start + rows * columns * batch * pieces * self.join_element
-            each = -(-depth // (pieces * self.split_even)) * self.split_even
+            each = -(-depth // (pieces * self.product_even)) * self.product_even
             return min(t.cost((rows, columns, each, batch * pieces), itemsize) for t in TILES) + join * (pieces > 1)
 
         return min(range(1, most + 1), key=cost, default=1)
@@ -280,13 +281,15 @@ class ProductTile:
     such pieces are on their way, and warps. Tiles go through `group` rows of tiles together, which share columns."""
 
     high: int
-    wide: int
+    wides: tuple[int, ...]  # columns, in parts with sums of their own
     deep: int
     stages: int
     warps: int
-    parts: int = 1  # of the columns, in which the sums are finished one after the other
-    engine: bool = True  # what is read comes by the copy engine where it can, and not by pointers
     group: int = 8
+
+    @property
+    def wide(self) -> int:
+        return sum(self.wides)
 
     def shared(self, itemsize: int) -> int:
         """Bytes of shared memory."""
@@ -299,7 +302,7 @@ class ProductTile:
         turns = max(1, -(-tiles // (each * BLOCKS.processors)) * each if tiles > each * BLOCKS.processors
                     else -(-tiles // BLOCKS.processors))
         step = max(self.high * self.wide, BLOCKS.tile_reads * (self.high + self.wide))
-        return turns * depth * step + (BLOCKS.engine_start if self.engine else 0)
+        return turns * depth * step
 
     def resident(self, itemsize: int) -> int:
         """Programs on one processor at once."""
@@ -315,12 +318,10 @@ BLOCKS = BlockTuning()
 
 # What was fastest somewhere among 24 forms on an H200 (12 shapes, bfloat16); the first is as fast as cuBLAS from 4096
 # rows, columns and depth on.
-TILES = (ProductTile(128, 256, 128, 3, 8), ProductTile(128, 256, 128, 4, 8, parts=2),
-         ProductTile(128, 256, 128, 3, 8, parts=2), ProductTile(128, 256, 128, 4, 8), ProductTile(128, 128, 128, 4, 4),
-         ProductTile(128, 128, 128, 4, 8), ProductTile(256, 128, 128, 3, 8), ProductTile(64, 128, 128, 4, 4),
-         ProductTile(64, 64, 128, 5, 4), ProductTile(64, 128, 128, 4, 4, engine=False),
-         ProductTile(64, 64, 256, 3, 4, engine=False), ProductTile(64, 32, 256, 4, 4, engine=False),
-         ProductTile(64, 16, 256, 4, 4, engine=False))
+TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 3, 8), ProductTile(128, (128,), 128, 4, 4),
+         ProductTile(128, (128,), 128, 4, 8), ProductTile(256, (128,), 128, 3, 8), ProductTile(128, (128, 64), 128, 4, 8),
+         ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4), ProductTile(64, (64,), 256, 3, 4),
+         ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4))
 
 # ---- block shapes around those of the table ----------------------------------------------------------------
 

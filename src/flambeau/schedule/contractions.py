@@ -60,7 +60,7 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
     most = min(caps.tuning.pieces(rows, columns, many(n.reduced), batch, itemsize, caps.programs), many([longest]))
     if most < 2:
         return [n]
-    size, even = longest.size, caps.tuning.split_even
+    size, even = longest.size, caps.tuning.product_even
     pieces, length = as_index(most), ceildiv(size, as_index(most))
     if many([longest]) >= even * most:  # parts begin where wide reads can
         length = ceildiv(length, as_index(even)) * even

@@ -220,6 +220,26 @@ def lcm(a, b):
     return tl.abs(div(a, gcd(a, b)) * b)
 
 
+if triton.knobs.runtime.interpret:
+    def wait():
+        pass
+else:
+    from triton.language.extra.cuda import gdc_wait as wait  # until all kernels before it on the stream are done
+
+
+@triton.jit
+def e4m3(x):
+    """There is no infinity: beyond the largest number is the largest number."""
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def e5m2(x):
+    """Beyond the middle between the largest number and the next power of two is infinity; conversions end before it."""
+    bits = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return tl.where((tl.abs(x) >= 61440) & (x == x), (bits & 0x80) | 0x7C, bits).to(tl.float8e5, bitcast=True)
+
+
 @triton.jit
 def place(tile, high, wide, group: tl.constexpr):
     """Row and column of a tile, where `group` rows of tiles go side by side: the cache holds what they share."""

@@ -32,11 +32,12 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
     lines = ["import triton", "import triton.language as tl", "import tritonlib as fl", "", ""]
     parts = []
     for k, d in enumerate(drafts):
-        text = [*d.writer.helpers, "@triton.jit", f"def part{k}({', '.join([*arguments, 'bad'])}):",
+        given = [*arguments, "bad", *(m.name for m in d.maps)]
+        text = [*d.writer.helpers, "@triton.jit", f"def part{k}({', '.join(given)}):",
                 *(f"    {d.writer.sym(s)} = n{i}" for i, s in enumerate(kernel.sizes)),
                 *("    " + x for x in d.writer.scopes[0].lines), ""]
         lines += text
-        parts.append(Part(f"part{k}", d.grid, scale.warped(d.warps)))
+        parts.append(Part(f"part{k}", d.grid, scale.warped(d.warps), d.maps, d.waits))
         workspace = workspace or d.workspace
     typical = dict(kernel.typical) if isinstance(kernel, AnySize) else {}
     widths = dict.fromkeys(d.writer.width for d in drafts)
