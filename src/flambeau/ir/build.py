@@ -104,8 +104,9 @@ def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,
 
 
 def contract(shape: Sequence[IndexLike], depth: Sequence[IndexLike], left: Body, right: Body, dtype: DType,
-             kind: str = "product") -> Value:
-    """The value of `shape` that sums left(i) * right(i) over `depth`, whose indices come last in i; in `dtype`."""
+             kind: str = "product", promoted: int = 0) -> Value:
+    """The value of `shape` that sums left(i) * right(i) over `depth`, whose indices come last in i; in `dtype`. See
+    `Contract` for `promoted`."""
     g = graph()
     kept = [as_index(n) for n in shape]
     vars = dim_vars((*kept, *depth))
@@ -113,7 +114,7 @@ def contract(shape: Sequence[IndexLike], depth: Sequence[IndexLike], left: Body,
     factors = Expr("mul", dtype, (cast(left(i), dtype), cast(right(i), dtype)))
     buffer = g.add_buffer(kept, dtype)
     return g.add(Contract((buffer.name,), vars, frozenset(range(len(kept), len(vars))), simple_combine("sum", dtype),
-                          (factors,), origin=_origin.get(), tf32=kind in g.capabilities.tf32))[0]
+                          (factors,), origin=_origin.get(), tf32=kind in g.capabilities.tf32, promoted=promoted))[0]
 
 
 def _several(e: Expr | tuple[Expr, ...]) -> tuple[Expr, ...]:

@@ -264,6 +264,9 @@ class Contract(Reduce):
 
     kind: ClassVar[str] = "contract"
     tf32: bool = field(default=False, kw_only=True)  # factors in float32 may be rounded to what tensor cores take
+    # What so many elements come to is added in the dtype of the sum, where tensor cores keep fewer digits of sums of
+    # small floats; 0: they may sum all.
+    promoted: int = field(default=0, kw_only=True)
 
     @property
     def factors(self) -> tuple[Expr, Expr] | None:
@@ -280,6 +283,12 @@ class Contract(Reduce):
         real = {v for v in self.vars if v.extent is not ONE}
         kept = real.difference(self.reduced)
         return bool(kept & left - right and kept & right - left and real.intersection(self.reduced))
+
+
+def unscaled(factor: Expr) -> tuple[Expr, Expr | None]:
+    """What a machine multiplies for a factor, before it is widened; and what it is scaled by."""
+    core, scale = factor.args if factor.op == "mul" and factor.args[0].op == "cast" else (factor, None)
+    return (core.args[0] if core.op == "cast" else core), scale
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,7 @@ class ContractKernel(AnySize):
     origins: tuple[str, ...] = ()
     typical: tuple[tuple[Sym, int], ...] = ()
     tf32: bool = False  # factors in float32 may be rounded to what tensor cores take
+    promoted: int = 0  # elements whose sum is added in float32, where tensor cores keep fewer digits; 0: all
 
     def everything(self) -> list[Expr]:
         return [self.left, self.right, *exprs_of(self.items)]

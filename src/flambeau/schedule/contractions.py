@@ -8,7 +8,17 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import Expr, const, index_value, loads, masked, where
 from flambeau.ir.index import ONE, Index, Sym, about, as_index, ceildiv, volume
 from flambeau.ir.lines import is_deep
-from flambeau.ir.nodes import Buffer, Contract, Graph, Node, Reduce, as_indices, contiguous_strides, dim_vars
+from flambeau.ir.nodes import (
+    Buffer,
+    Contract,
+    Graph,
+    Node,
+    Reduce,
+    as_indices,
+    contiguous_strides,
+    dim_vars,
+    unscaled,
+)
 from flambeau.ir.program import ContractKernel, Item
 from flambeau.ir.tuning import Tuning
 
@@ -32,7 +42,7 @@ def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
 def is_multiplied(n: Contract, caps: Capabilities) -> bool:
     """Whether the machine can multiply what the factors are, before they are widened for the sum."""
     assert n.factors is not None
-    kinds = [f.args[0].dtype if f.op == "cast" else f.dtype for f in n.factors]
+    kinds = [unscaled(f)[0].dtype for f in n.factors]
     return caps.multiplies is None or all(f.dtype in caps.multiplies for f in n.factors) or (
         kinds[0] is kinds[1] and kinds[0] in caps.multiplies)
 
@@ -51,6 +61,8 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
     def many(vars: Sequence[Sym]) -> int:
         return about(volume(vars), graph.typical, 0)
 
+    if any(scale is not None for e in n.factors for scale in unscaled(e)[1:]):
+        return [n]  # scales of blocks, which no piece may read beyond
     left, right = (e.symbols() for e in n.factors)
     rows, columns = (many([v for v in n.kept if v in one and v not in other])
                      for one, other in ((left, right), (right, left)))
@@ -80,7 +92,8 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
     shape = (pieces, *kept)
     b = graph.add_buffer(shape, dtype, strides=contiguous_strides(shape))
     partial = Contract((b.name,), vars, frozenset(range(len(shape), len(vars))), n.combine,
-                       (Expr("mul", dtype, tuple(factors)),), origin=n.origin, inlined=n.inlined, tf32=n.tf32)
+                       (Expr("mul", dtype, tuple(factors)),), origin=n.origin, inlined=n.inlined, tf32=n.tf32,
+                       promoted=n.promoted)
     final_vars = dim_vars(shape)
     total = Reduce(n.names, final_vars, frozenset((0,)), n.combine, (graph.whole(b.name).load(as_indices(final_vars)),),
                    origin=n.origin)
@@ -125,7 +138,7 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tu
     return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), a, b, first.names[0], tuple(items),
                           tuple(d.stores.items()), params, sizes,
                           tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)),
-                          typical_sizes(sizes, typical), node.tf32)
+                          typical_sizes(sizes, typical), node.tf32, node.promoted)
 
 
 def roles(d: NestDraft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:

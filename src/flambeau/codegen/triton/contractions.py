@@ -15,10 +15,11 @@ from math import prod
 
 import torch
 
-from flambeau.ir.dtypes import DType, is_float
+from flambeau.ir.dtypes import FP8, DType, is_float
 from flambeau.ir.expr import Expr, loads
-from flambeau.ir.index import Index, Sym, as_index, ceildiv, volume
+from flambeau.ir.index import Index, Sym, as_index, ceildiv, unflat, volume
 from flambeau.ir.lines import joined
+from flambeau.ir.nodes import unscaled
 from flambeau.ir.program import ContractKernel, sites_of
 from flambeau.ir.tuning import BLOCKS, TILES, UNSCALED, ProductTile, Scale
 
@@ -28,12 +29,13 @@ from .dialect import ROUGH, TRITON
 from .tensor_maps import MapWriter, Matrix, matrix, whole_line
 
 TALL = 64  # rows that tensor cores take at least on one side: on the other, eight are enough
-SMALL = frozenset((torch.bfloat16, torch.float16, torch.int8))  # multiplied as they are, and summed in 32 bits
+SMALL = frozenset((torch.bfloat16, torch.float16, torch.int8, *FP8))  # multiplied as they are, and summed in 32 bits
 
 
-def multiplied(factor: Expr) -> Expr:
-    """What tensor cores take for a factor: the number before it was widened."""
-    return factor.args[0] if factor.op == "cast" and factor.args[0].dtype in SMALL else factor
+def multiplied(factor: Expr) -> tuple[Expr, Expr | None]:
+    """What tensor cores take for a factor, the number before it was widened; and what the sum is scaled by for it."""
+    small, scale = unscaled(factor)
+    return (small, scale) if small.dtype in SMALL else (factor, None)
 
 
 class ContractBlocks(MapWriter):
@@ -41,9 +43,9 @@ class ContractBlocks(MapWriter):
         super().__init__(k.params, k.sizes, width_of(k, k.everything(), k.stores, k.batch, k.rows, k.columns, k.depth))
         self.sites = sites_of(k)
         self.d = ROUGH if all(self.dtypes[name].itemsize <= 2 for name, _ in k.stores) else TRITON
-        self.left, self.right = multiplied(k.left), multiplied(k.right)
-        if self.left.dtype is not self.right.dtype:
-            self.left, self.right = k.left, k.right
+        (self.left, of_left), (self.right, of_right) = multiplied(k.left), multiplied(k.right)
+        if self.left.dtype is not self.right.dtype and not {self.left.dtype, self.right.dtype} <= FP8:
+            self.left, self.right, of_left, of_right = k.left, k.right, None, None
         self.kind: DType = self.left.dtype
         self.sums = torch.int32 if self.kind is torch.int8 else k.left.dtype
         # What is read and written whole goes through shared memory beside the factors.
@@ -53,10 +55,17 @@ class ContractBlocks(MapWriter):
         if sizes[0] < sizes[1] and sizes[0] <= TALL:
             k = replace(k, rows=k.columns, columns=k.rows)
             self.left, self.right, sizes[:2] = self.right, self.left, sizes[1::-1]
+            of_left, of_right = of_right, of_left
         self.k = k
         tiles = [t for t in TILES if self.room(t) >= 0]
         self.t = sorted(tiles, key=lambda t: t.cost(sizes, self.kind.itemsize))[min(scale.tile, len(tiles) - 1)]
         self.deep = max(self.t.deep // self.kind.itemsize, 16)
+        self.deep = min(self.deep, k.promoted or self.deep)
+        self.step = Sym("step", ceildiv(volume(k.depth), as_index(self.deep)))
+        self.scales = [None if e is None else self.stepped(e) for e in (of_left, of_right)]
+        if any(e is not None and "within" in {s.name for s in e.symbols()} for e in self.scales):
+            self.left, self.right, self.scales = k.left, k.right, [None, None]
+            self.kind = self.sums = k.left.dtype
 
     def render(self) -> PartDraft:
         k, t = self.k, self.t
@@ -91,6 +100,11 @@ class ContractBlocks(MapWriter):
         return all(n.is_const for n in sides) and prod(n.const for n in sides) <= BLOCKS.processors * t.resident(
             self.kind.itemsize)
 
+    def stepped(self, scale: Expr) -> Expr:
+        """A scale at the points of a step of the depth, which it does not depend on unless it differs within one."""
+        at = as_index(self.step) * self.deep + Sym("within", self.deep)
+        return scale.subs(dict(zip(self.k.depth, unflat(at, [v.size for v in self.k.depth]), strict=True)))
+
     # ---- the sum ---------------------------------------------------------------------------------------
 
     def column_parts(self) -> list[tuple[str, int]]:
@@ -107,8 +121,25 @@ class ContractBlocks(MapWriter):
             left = self.factor(self.left, k.rows, f"at_row * {t.high}", t.high, 0)
             rights = [self.factor(self.right, k.columns, at, wide, 1) for at, wide in self.column_parts()]
             how = f', input_precision="{"tf32" if k.tf32 else "ieee"}"' if is_float(self.kind) else ""
-            for name, right in zip(sums, rights, strict=True):
-                self.line(f"{name} = tl.dot({left}, {right}, {name}{how}, out_dtype={self.d.types[self.sums]})")
+            how += f", out_dtype={self.d.types[self.sums]}"
+            each = [e for e in self.scales if e is not None and self.step in e.symbols()]
+            for name, right, (at, wide) in zip(sums, rights, self.column_parts(), strict=True):
+                if k.promoted or each:
+                    by = "".join(f" * {s}" for s in self.scaled(at, wide, each))
+                    self.line(f"{name} += tl.dot({left}, {right}{how}){by}")
+                else:
+                    self.line(f"{name} = tl.dot({left}, {right}, {name}{how})")
+
+    def scaled(self, at: str, wide: int, scales: Sequence[Expr]) -> list[str]:
+        """The scales of a tile's rows, and of its columns from `at` on."""
+        k, t, out = self.k, self.t, [self.fresh("scale") for _ in scales]
+        with self.scope("if True:", (*k.rows, *k.columns, self.step), footer=""):
+            self.blocks, self.masks = [t.high, wide], {}
+            self.walk_axis(k.rows, f"at_row * {t.high}", t.high, 0)
+            self.walk_axis(k.columns, at, wide, 1)
+            self.line(f"{self.sym(self.step)} = at_depth // {self.deep}")
+            self.assign(out, [self.value(e) for e in scales])
+        return out
 
     def factor(self, e: Expr, own: Sequence[Sym], at: str, side: int, axis: int) -> str:
         """A tile of a factor: its own points, from `at` on, along `axis`, and the depth along the other one."""
@@ -172,6 +203,10 @@ class ContractBlocks(MapWriter):
                 self.walk_axis(rows, starts[0], t.high, 0)
                 self.walk_axis(columns, starts[1], wide, 1)
                 text = self.d.cast(summed, self.sums, k.left.dtype)
+                for e in self.scales:
+                    if e is not None and self.step not in e.symbols():
+                        before, text = text, self.fresh()
+                        self.line(f"{text} = {before} * {self.value(e)}")
                 self.local_axes[k.name], scope.locals[k.name] = self.full(), text
                 for name in (k.name, *bodies):
                     value = self.keep_value(name, bodies[name]) if name in bodies else text
