@@ -256,6 +256,18 @@ class Segment(Reduce):
 
 
 @dataclass(frozen=True)
+class Ragged:
+    """One of a contraction's variables in parts, one for each value of `part`: each ends where `ends`, written over
+    `part`, says, and begins where the one before it does. Points beyond the last end are not computed.
+
+    `part` is a variable of its own that factors depend on; or one that is kept, where it is the sum that comes in parts."""
+
+    var: Sym
+    part: Sym
+    ends: Expr
+
+
+@dataclass(frozen=True)
 class Contract(Reduce):
     """A Reduce that sums products of two factors, most often with points that only one of them depends on: what both
     read again and again is kept near by, in tiles. Matrix products and convolutions.
@@ -267,6 +279,10 @@ class Contract(Reduce):
     # What so many elements come to is added in the dtype of the sum, where tensor cores keep fewer digits of sums of
     # small floats; 0: they may sum all.
     promoted: int = field(default=0, kw_only=True)
+    ragged: Ragged | None = field(default=None, kw_only=True)
+
+    def exprs(self) -> tuple[Expr, ...]:
+        return self.inputs if self.ragged is None else (*self.inputs, self.ragged.ends)
 
     @property
     def factors(self) -> tuple[Expr, Expr] | None:

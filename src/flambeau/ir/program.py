@@ -219,6 +219,15 @@ class ScatterKernel(AnySize):
 
 
 @dataclass(frozen=True)
+class RaggedRole:
+    """Rows, columns or the depth in parts: `nodes.Ragged`."""
+
+    along: str  # "rows", "columns" or "depth"
+    part: Sym
+    ends: Expr
+
+
+@dataclass(frozen=True)
 class ContractKernel(AnySize):
     """For every point of batch, rows and columns: left * right summed over `depth`, and then `items`, one by one.
 
@@ -239,10 +248,11 @@ class ContractKernel(AnySize):
     origins: tuple[str, ...] = ()
     typical: tuple[tuple[Sym, int], ...] = ()
     tf32: bool = False  # factors in float32 may be rounded to what tensor cores take
+    ragged: RaggedRole | None = None
     promoted: int = 0  # elements whose sum is added in float32, where tensor cores keep fewer digits; 0: all
 
     def everything(self) -> list[Expr]:
-        return [self.left, self.right, *exprs_of(self.items)]
+        return [self.left, self.right, *exprs_of(self.items), *(() if self.ragged is None else (self.ragged.ends,))]
 
 
 CHUNK = 4096  # elements of a row that one block of a table has at most

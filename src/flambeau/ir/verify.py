@@ -6,7 +6,7 @@ import torch
 
 from .expr import OPS, SMALL_FLOATS, Expr, walk
 from .index import Sym
-from .nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value, describe
+from .nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value, describe
 
 
 class VerificationError(AssertionError):
@@ -51,6 +51,8 @@ def _verify_exprs(graph: Graph, n: Node, sizes: set[Sym], fail) -> None:  # type
             fail(n, f"scatter mode {n.mode!r} does not exist")
         if n.value.dtype is not n.init.dtype:
             fail(n, f"scatters {n.value.dtype} into {n.init.dtype}")
+    if isinstance(n, Contract) and n.ragged is not None:
+        allowed.add(n.ragged.part)
     for e in n.exprs():
         loose = e.symbols() - allowed
         if loose:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import Expr, const, index_value, loads, masked, where
@@ -13,24 +14,37 @@ from flambeau.ir.nodes import (
     Contract,
     Graph,
     Node,
+    Ragged,
     Reduce,
     as_indices,
     contiguous_strides,
     dim_vars,
     unscaled,
 )
-from flambeau.ir.program import ContractKernel, Item
+from flambeau.ir.program import ContractKernel, Item, RaggedRole
 from flambeau.ir.tuning import Tuning
 
-from .fuse import Group, member_exprs
-from .loop_nests import NestDraft, draft_group, merge, order, params_of, sizes_of, split_dims, typical_sizes
+from .fuse import Group, Member, member_exprs
+from .loop_nests import (
+    NestDraft,
+    draft_group,
+    linear,
+    merge,
+    order,
+    params_of,
+    sizes_of,
+    split_dims,
+    typical_sizes,
+)
 
 
 def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
     """What cannot be tiled becomes an ordinary reduction; what sums long over few results is cut into pieces."""
     nodes: list[Node] = []
     for n in graph.nodes:
-        if isinstance(n, Contract) and n.is_tiled and is_multiplied(n, caps):
+        if isinstance(n, Contract) and n.ragged is not None:
+            nodes.append(n)
+        elif isinstance(n, Contract) and n.is_tiled and is_multiplied(n, caps):
             nodes += in_pieces(graph, n, caps)
         elif isinstance(n, Contract):
             nodes.append(Reduce(n.names, n.vars, n.axes, n.combine, n.inputs, origin=n.origin, inlined=n.inlined))
@@ -117,28 +131,42 @@ def size_of(vars: Sequence[Sym], unknown: int = 1) -> int:
 
 def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tuning, typical: dict[Sym, int]
                    ) -> ContractKernel:
-    d = draft_group(g, buffers, stored)
+    d, node = draft_group(g, buffers, stored), g.members[0].node
+    assert isinstance(node, Contract)
     d.typical = typical
     first, *rest = d.items
     d.items = [Item(first.names, first.level, first.exprs[0].args, first.combine), *rest]
     rows, columns, batch = roles(d, member_exprs(g.members[0])[0])
-    depth = d.inner
-    split_dims(d, [batch, rows, columns, depth])
-    batch, rows, columns = (merge(order(vars, d, None), d) for vars in (batch, rows, columns))
-    depth = merge(inside_first(depth, d), d)
+    depth, ragged = d.inner, None
+    if node.ragged is not None:
+        ragged = ragged_role(node.ragged, g.members[0], rows, columns)
+        d.bounds = (linear(ragged.ends, buffers, lambda _: False),) * 2
+    else:
+        split_dims(d, [batch, rows, columns, depth])
+        batch, rows, columns = (merge(order(vars, d, None), d) for vars in (batch, rows, columns))
+        depth = merge(inside_first(depth, d), d)
     # NestDraft.substitute has renamed what was merged.
     (a, b), items = d.items[0].exprs, d.items[1:]
-    if cost(d, b, rows, columns, depth, t) > cost(d, a, columns, rows, depth, t):
+    if ragged is None and cost(d, b, rows, columns, depth, t) > cost(d, a, columns, rows, depth, t):
         a, b, rows, columns = b, a, columns, rows
-    d.outer, d.inner = [*batch, *rows, *columns], depth
+    d.outer, d.inner = [*batch, *rows, *columns, *(() if ragged is None else (ragged.part,))], depth
     params = params_of(d.accesses(), buffers)
     sizes = sizes_of(d, params)
-    node = g.members[0].node
-    assert isinstance(node, Contract)
+    if ragged is not None and d.bounds is not None:
+        ragged = replace(ragged, ends=d.bounds[0])
     return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), a, b, first.names[0], tuple(items),
                           tuple(d.stores.items()), params, sizes,
                           tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)),
-                          typical_sizes(sizes, typical), node.tf32, node.promoted)
+                          typical_sizes(sizes, typical), node.tf32, ragged, node.promoted)
+
+
+def ragged_role(r: Ragged, m: Member, rows: Sequence[Sym], columns: Sequence[Sym]) -> RaggedRole:
+    """Which side of the product comes in parts. Its variables keep their order: only together they say where a part is."""
+    of = m.mapping[r.var].symbols()
+    along = "rows" if of & {*rows} else "columns" if of & {*columns} else "depth"
+    part = m.mapping[r.part].atom() if r.part in m.mapping else r.part
+    assert isinstance(part, Sym), f"{part} are no parts"
+    return RaggedRole(along, part, r.ends.subs(m.mapping))
 
 
 def roles(d: NestDraft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:

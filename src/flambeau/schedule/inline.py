@@ -20,7 +20,7 @@ from flambeau.ir.cost import SIMPLE, cost_of
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import OPS, Expr, held, index_children, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, about, as_index, volume
-from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
+from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 from flambeau.ir.tuning import Tuning
 
 from .rewrites.one_hot import picked
@@ -289,6 +289,8 @@ def map_exprs(n: Node, fn) -> Node:  # type: ignore[no-untyped-def]
         return replace(n, body=fn(n.body))
     if isinstance(n, Segment):
         return replace(n, inputs=tuple(map(fn, n.inputs)), lo=fn(n.lo), hi=fn(n.hi))
+    if isinstance(n, Contract) and n.ragged is not None:
+        return replace(n, inputs=tuple(map(fn, n.inputs)), ragged=replace(n.ragged, ends=fn(n.ragged.ends)))
     if isinstance(n, (Reduce, Scan)):
         return replace(n, inputs=tuple(map(fn, n.inputs)))
     if isinstance(n, Scatter):

@@ -249,6 +249,23 @@ def place(tile, high, wide, group: tl.constexpr):
     return first + rest % rows, rest // rows
 
 
+@triton.jit
+def pieces(begins, ends, side: tl.constexpr):
+    """How many tiles each part of the rows has, which begin anew with it."""
+    return tl.maximum(ends - begins + (side - 1), 0) // side
+
+
+@triton.jit
+def share(tile, begins, ends, side: tl.constexpr):
+    """Of rows in parts: which part a tile is of, its first row, and where the rows of the part end."""
+    tiles = pieces(begins, ends, side)
+    upto = tl.cumsum(tiles, 0)
+    part = tl.sum((upto <= tile).to(tl.int32), 0)
+    here = tl.arange(0, upto.shape[0]) == part
+    first = tl.sum(tl.where(here, begins - (upto - tiles) * side, 0), 0) + tile * side
+    return part, first, tl.sum(tl.where(here, ends, 0), 0)
+
+
 # ---- random bits -----------------------------------------------------------------------------------------
 
 
