@@ -270,7 +270,7 @@ class Ragged:
 @dataclass(frozen=True)
 class Contract(Reduce):
     """A Reduce that sums products of two factors, most often with points that only one of them depends on: what both
-    read again and again is kept near by, in tiles. Matrix products and convolutions.
+    read again and again is kept near by, in tiles. Matrix products and convolutions. Two sums have a factor in common.
 
     What is computed from its result point by point joins it, and what its factors are computed from is part of them."""
 
@@ -286,8 +286,8 @@ class Contract(Reduce):
 
     @property
     def factors(self) -> tuple[Expr, Expr] | None:
-        """None if one of them turned out to be a constant."""
-        e, = self.inputs
+        """Of the first sum; None if one of them turned out to be a constant."""
+        e = self.inputs[0]
         return (e.args[0], e.args[1]) if e.op == "mul" else None
 
     @property
@@ -299,6 +299,15 @@ class Contract(Reduce):
         real = {v for v in self.vars if v.extent is not ONE}
         kept = real.difference(self.reduced)
         return bool(kept & left - right and kept & right - left and real.intersection(self.reduced))
+
+
+@dataclass(frozen=True)
+class Partial(Reduce):
+    """A Reduce of what a contraction computes, in its kernel: where a variable is reduced, the results have one value for
+    some of its points, whose number the kernel chooses. `plain`: the same in a kernel of its own."""
+
+    kind: ClassVar[str] = "partial"
+    plain: Reduce
 
 
 def unscaled(factor: Expr) -> tuple[Expr, Expr | None]:

@@ -6,7 +6,7 @@ import torch
 
 from .expr import OPS, SMALL_FLOATS, Expr, walk
 from .index import Sym
-from .nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value, describe
+from .nodes import Contract, Extern, Graph, Node, Partial, Pointwise, Reduce, Scan, Scatter, Segment, Value, describe
 
 
 class VerificationError(AssertionError):
@@ -39,6 +39,7 @@ def verify(graph: Graph, when: str = "") -> None:
 
 def _verify_exprs(graph: Graph, n: Node, sizes: set[Sym], fail) -> None:  # type: ignore[no-untyped-def]
     allowed = set(sizes)
+    n = n.plain if isinstance(n, Partial) else n
     if isinstance(n, (Pointwise, Reduce, Scan)):
         allowed |= set(n.vars)
         shape = tuple(v.size for v in (n.kept if isinstance(n, Reduce) else n.vars))

@@ -81,7 +81,7 @@ def scaled_product(a: Value, b: Value, scales: Sequence[Value], kinds: Sequence[
     return build.pointwise(shape, body, dtype)
 
 
-@lower(aten._scaled_mm.default, library=True, factors=0, takes_fp8=True)
+@lower(aten._scaled_mm.default, library=True, takes_fp8=True)
 def scaled_mm(a: Value, b: Value, scale_a: Value, scale_b: Value, bias: Value | None = None,
               scale_result: Value | None = None, out_dtype: DType | None = None, use_fast_accum: bool = False) -> Any:
     """Scales lie as the factors do: of rows, 1 x 128 and 128 x 128 blocks."""
@@ -92,7 +92,7 @@ def scaled_mm(a: Value, b: Value, scale_a: Value, scale_b: Value, bias: Value | 
     return scaled_product(a, b, (scale_a, scale_b), kinds, places, bias, out_dtype, use_fast_accum)
 
 
-@lower(aten._scaled_mm_v2.default, library=True, factors=0, takes_fp8=True)
+@lower(aten._scaled_mm_v2.default, library=True, takes_fp8=True)
 def scaled_mm_by_recipe(a: Value, b: Value, scale_a: Sequence[Value], recipe_a: Sequence[int], swizzle_a: Sequence[int],
                         scale_b: Sequence[Value], recipe_b: Sequence[int], swizzle_b: Sequence[int],
                         bias: Value | None = None, out_dtype: DType | None = None,

@@ -14,6 +14,7 @@ from flambeau.ir.nodes import (
     Contract,
     Graph,
     Node,
+    Partial,
     Ragged,
     Reduce,
     as_indices,
@@ -21,9 +22,10 @@ from flambeau.ir.nodes import (
     dim_vars,
     unscaled,
 )
-from flambeau.ir.program import ContractKernel, Item, RaggedRole
+from flambeau.ir.program import ContractKernel, Product, RaggedRole, TileReduction
 from flambeau.ir.tuning import Tuning
 
+from .contraction_tails import join_products, reduce_by_tiles
 from .fuse import Group, Member, member_exprs
 from .loop_nests import (
     NestDraft,
@@ -51,6 +53,9 @@ def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
         else:
             nodes.append(n)
     graph.nodes = nodes
+    if caps.tile_tails:
+        join_products(graph)
+        reduce_by_tiles(graph)
 
 
 def is_multiplied(n: Contract, caps: Capabilities) -> bool:
@@ -135,8 +140,9 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tu
     assert isinstance(node, Contract)
     d.typical = typical
     first, *rest = d.items
-    d.items = [Item(first.names, first.level, first.exprs[0].args, first.combine), *rest]
+    d.items = [replace(first, exprs=tuple(f for e in first.exprs for f in e.args)), *rest]
     rows, columns, batch = roles(d, member_exprs(g.members[0])[0])
+    over = [tile_sides(m, rows, columns, buffers) for m in g.members if isinstance(m.node, Partial)]
     depth, ragged = d.inner, None
     if node.ragged is not None:
         ragged = ragged_role(node.ragged, g.members[0], rows, columns)
@@ -146,18 +152,33 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tu
         batch, rows, columns = (merge(order(vars, d, None), d) for vars in (batch, rows, columns))
         depth = merge(inside_first(depth, d), d)
     # NestDraft.substitute has renamed what was merged.
-    (a, b), items = d.items[0].exprs, d.items[1:]
-    if ragged is None and cost(d, b, rows, columns, depth, t) > cost(d, a, columns, rows, depth, t):
-        a, b, rows, columns = b, a, columns, rows
+    factors, items = list(d.items[0].exprs), [i for i in d.items[1:] if i.combine is None]
+    if ragged is None and cost(d, factors[1], rows, columns, depth, t) > cost(d, factors[0], columns, rows, depth, t):
+        factors[::2], factors[1::2], rows, columns = factors[1::2], factors[::2], columns, rows
+        over = [(steps[1], steps[0]) for steps in over]
     d.outer, d.inner = [*batch, *rows, *columns, *(() if ragged is None else (ragged.part,))], depth
     params = params_of(d.accesses(), buffers)
     sizes = sizes_of(d, params)
     if ragged is not None and d.bounds is not None:
         ragged = replace(ragged, ends=d.bounds[0])
-    return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), a, b, first.names[0], tuple(items),
-                          tuple(d.stores.items()), params, sizes,
-                          tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)),
-                          typical_sizes(sizes, typical), node.tf32, ragged, node.promoted)
+    reductions = [TileReduction(i, *steps, tuple(d.stores[name] for name in i.names))
+                  for i, steps in zip((i for i in d.items[1:] if i.combine is not None), over, strict=True)]
+    slots = {name for r in reductions for name in r.item.names}
+    products = [Product(name, *factors[2 * k:2 * k + 2]) for k, name in enumerate(first.names)]
+    return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), *products[0][1:], products[0].name,
+                          tuple(items), tuple((name, at) for name, at in d.stores.items() if name not in slots), params,
+                          sizes, tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)),
+                          typical_sizes(sizes, typical), node.tf32, ragged, node.promoted, tuple(products[1:]),
+                          tuple(reductions))
+
+
+def tile_sides(m: Member, rows: Sequence[Sym], columns: Sequence[Sym], buffers: dict[str, Buffer]
+               ) -> tuple[Index | None, Index | None]:
+    """The steps between slots of rows and of columns in what a reduction over them leaves; None: it is not over them."""
+    n, steps = m.node, buffers[m.node.names[0]].strides
+    assert isinstance(n, Partial) and steps is not None
+    found = {frozenset(m.mapping[v].symbols()): steps[d] for d, v in enumerate(n.vars) if d in n.axes}
+    return found.get(frozenset(rows)), found.get(frozenset(columns))
 
 
 def ragged_role(r: Ragged, m: Member, rows: Sequence[Sym], columns: Sequence[Sym]) -> RaggedRole:
@@ -172,7 +193,7 @@ def ragged_role(r: Ragged, m: Member, rows: Sequence[Sym], columns: Sequence[Sym
 def roles(d: NestDraft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
     """Rows, columns and batch. A factor that is the same along a variable (its step in memory is zero) does not depend
     on it; what neither depends on is what the product as it was `asked` for says."""
-    left, right = (e.symbols() for e in d.items[0].exprs)
+    left, right = (e.symbols() for e in d.items[0].exprs[:2])
     before, after = (e.symbols() for e in asked.args)
     rows: list[Sym] = []
     columns: list[Sym] = []

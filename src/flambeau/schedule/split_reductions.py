@@ -18,6 +18,7 @@ from flambeau.ir.nodes import (
     Contract,
     Graph,
     Node,
+    Partial,
     Pointwise,
     Reduce,
     Segment,
@@ -35,7 +36,7 @@ def split_reductions(graph: Graph, caps: Capabilities) -> None:
     alike = Counter(filter(None, (whole_row(graph, n) for n in graph.nodes))) if caps.tables else Counter()
     nodes: list[Node] = []
     for n in graph.nodes:
-        if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)):
+        if not isinstance(n, Reduce) or isinstance(n, (Contract, Partial, Segment)):
             nodes.append(n)
         elif alike and alike[whole_row(graph, n)] >= caps.tuning.table_launches:
             nodes += in_blocks(graph, n)
@@ -46,7 +47,7 @@ def split_reductions(graph: Graph, caps: Capabilities) -> None:
 
 def whole_row(graph: Graph, n: Node) -> Hashable:
     """What a reduction of all elements of tensors in one order does to them; None if it is something else."""
-    if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)) or graph.policy.exact \
+    if not isinstance(n, Reduce) or isinstance(n, (Contract, Partial, Segment)) or graph.policy.exact \
             or not all(v.size.is_const for v in n.vars):
         return None
     if any(v.size is not ONE for v in n.kept) or int(volume(n.reduced)) > CHUNK**2:
