@@ -44,6 +44,7 @@ class Tuning:
     split_more: int = number(4, "pieces", "fewer of one more variable are not worth cutting it")
     split_columns: int = number(64, "columns", "one program computes so many results side by side")
     asked: int = number(40, "questions", "whether a value is one's own: they take as long as to add one to memory")
+    factor_again: int = number(0, "rows or columns", "of a product for which a factor is computed, not written and read")
     table_launches: int = number(4, "launches", "fewer of one form are not worth a table")
     worker_side: int = number(64, "rows or columns", "the part of a matrix product that is worth a worker")
     worker_depth: int = number(512, "elements", "a shorter piece of a long product is not worth a result of its own")
@@ -57,6 +58,8 @@ class Tuning:
     expensive_combine: int = number(16, "operations", "of a scan: a cheaper step waits for memory, not for itself")
     scan_side_by_side: int = number(8, "rows", "that a scan takes together, so that no step waits for the one before")
     # Products of a library. The times are those of an H200, in bfloat16, with a vocabulary of 50257.
+    factor_again: int = number(128, "rows or columns", "of a product for which a factor is computed, not written and "
+                                                       "read: one tile or two have it")
     product_line: int = number(0, "bytes", "of which the lines of all matrices are multiples, or another kernel takes "
                                            "the product; 0: no matter")
     product_rate: int = number(600_000, "operations of 16 bits a nanosecond", "of a product whose lines are multiples")
