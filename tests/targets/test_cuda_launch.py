@@ -307,6 +307,26 @@ def test_tensors_are_described_where_the_copy_engine_can_read_them(machine: Mach
     assert [line.split()[0] for line in machine.said()] == ["k.first", "k.second"]
 
 
+def test_flags_are_zeros_of_the_stream(machine: Machine) -> None:
+    k = machine.build([replace(source(workspace="64"), cleared=False, signals=True), source("l")]).wait()
+    machine.library.driver_expects(4)
+    k["k"]([16, 32], [])
+    (line,) = machine.said()  # nothing is cleared
+    flags = int(line.split()[-1])
+    assert flags == machine.flags(0, STREAM) and bytes((ctypes.c_char * 64).from_address(flags)) == bytes(64)
+    k["l"]([16, 32], [])
+    assert str(flags) not in machine.said()[0].split()
+
+
+def test_what_has_no_address_is_not_aligned(machine: Machine) -> None:
+    read = TensorMap("a", 0, 0, "bf16", 2, ("8", "8"), ("8", "1"), (8, 8))
+    k = machine.build([source(), source("l", parts=[Part("part0", "1", maps=(read,))])]).wait()
+    k["k"]([0, 32], [])
+    assert machine.built[-1] == ("l", Facts(True, 0))
+    k["l"]([0, 32], [])
+    assert machine.built[-1] == ("l", Facts(False, 0))
+
+
 def test_scratch_of_the_compiler_follows_the_workspace(machine: Machine) -> None:
     machine.machine_code["scratch"] = 64
     k = machine.build([source(workspace="8")]).wait()["k"]

@@ -42,6 +42,7 @@ class KernelSource:
 
 # A line of a block kernel that takes its tensor maps from the host, and the same line where it makes them itself.
 HOSTED, UNHOSTED = "HOSTED = tl.constexpr(True)", "HOSTED = tl.constexpr(False)"
+FLAGS = 4096  # by which programs of a kernel may tell each other what is done
 WORKSPACE = -1  # of a tensor map: the pointer is that of the workspace
 
 
@@ -83,9 +84,10 @@ class BlockSource:
     """One kernel in Triton: a module with functions that are launched one after the other,
 
         @triton.jit
-        def part0(p0, p1, ..., n0, n1, ..., work, bad, map0, ...): ...
+        def part0(p0, p1, ..., n0, n1, ..., work, flags, bad, map0, ...): ...
 
     with the same arguments: pointers; run-time sizes; `work`, a pointer to memory (only where `workspace` is given);
+    `flags`, a pointer to FLAGS words of 32 bits, which are zero before a launch and after it (only where it `signals`);
     `bad`, a pointer to one int64, into which a fault is stored; then the part's own tensor maps.
     """
 
@@ -106,6 +108,7 @@ class BlockSource:
     usual: int = 0  # bits: the sizes that were divisible by 16 when the graph was captured
     words: int = 0  # bits: the sizes that are just numbers, whose values say nothing of shapes and addresses
     cleared: bool = True  # the workspace is zero when the first part begins
+    signals: bool = False  # programs tell each other of what they wrote
     binary: bytes | None = None
     title: str = ""
 

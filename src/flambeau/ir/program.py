@@ -268,6 +268,7 @@ class ContractKernel(AnySize):
     typical: tuple[tuple[Sym, int], ...] = ()
     tf32: bool = False  # factors in float32 may be rounded to what tensor cores take
     ragged: RaggedRole | None = None
+    shares: bool = False  # programs may divide the steps of all tiles, and leave sums to each other
     promoted: int = 0  # elements whose sum is added in float32, where tensor cores keep fewer digits; 0: all
     more: tuple[Product, ...] = ()
     reductions: tuple[TileReduction, ...] = ()

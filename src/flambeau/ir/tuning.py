@@ -244,14 +244,15 @@ class BlockTuning(Tuning):
     processors: int = number(132, "processors", "of an H200, each of which holds a program or a few")
     shared_most: int = number(227 << 10, "bytes", "of shared memory that one processor has for its programs")
     threads_most: int = number(512, "threads", "of one processor that all have registers for sums")
-    tile_reads: int = number(70, "products", "that take as long as to read one element of a tile's row or column: a "
-                                             "processor computes 5.3 TFLOP/s, and reads 75 GB/s of the cache")
+    tile_reads: int = number(44, "bytes", "that a processor reads of the cache in a cycle")
+    tile_start: int = number(2600, "cycles", "until the first step of a tile has its factors, and to write results")
+    step_start: int = number(60, "cycles", "of a step in which nothing is multiplied")
+    share_start: int = number(1500, "cycles", "to tell another program of a sum, and to hear of it")
     product_even: int = number(128, "elements", "pieces of a sum of products are multiples of the depth of every tile")
     worker_depth: int = number(256, "elements", "of the depth of a piece: four steps of a tile, which hide its start")
     split_most: int = number(64, "pieces", "of a sum: each of its results is read so often when they are joined")
-    join_start: int = number(4_000_000, "products", "that take as long as to launch one more kernel: 1.5 microseconds")
-    join_element: int = number(5, "products", "that take as long as to write a sum of 4 bytes and to read it again, "
-                                              "where all processors share 4 TB/s")
+    join_start: int = number(3000, "cycles", "to launch one more kernel")
+    join_elements: int = number(400, "sums", "of 4 bytes that are written and read again in a cycle by all processors")
     # ---- scatters
     tap_values: int = number(4, "values", "of one variable that is written out")
     taps: int = number(16, "values", "of all variables that are written out")
@@ -263,10 +264,10 @@ class BlockTuning(Tuning):
         """The number with which the fastest tile is done first, what joins the pieces included."""
         most = min(self.split_most, depth // self.worker_depth) if rows * columns * batch else 0
 
-        def cost(pieces: int) -> int:
-            join = self.join_start + rows * columns * batch * pieces * self.join_element
+        def cost(pieces: int) -> float:
+            join = self.join_start + rows * columns * batch * pieces / self.join_elements
             each = -(-depth // (pieces * self.product_even)) * self.product_even
-            return min(t.cost((rows, columns, each, batch * pieces), itemsize) for t in TILES) + join * (pieces > 1)
+            return min(Way(t).cost((rows, columns, each, batch * pieces), itemsize) for t in TILES) + join * (pieces > 1)
 
         return min(range(1, most + 1), key=cost, default=1)
 
@@ -289,6 +290,7 @@ class ProductTile:
     stages: int
     warps: int
     group: int = 8
+    least_steps: int = 4  # of a program, where they are divided among as many as there can be
 
     @property
     def wide(self) -> int:
@@ -298,19 +300,41 @@ class ProductTile:
         """Bytes of shared memory."""
         return self.stages * (self.high + self.wide) * max(self.deep, 16 * itemsize)
 
-    def cost(self, sizes: Sequence[int], itemsize: int) -> int:
-        """Of a product, in products of one processor: programs take turns, and each computes, or waits for reads."""
-        rows, columns, depth, batch = sizes
-        tiles, each = -(-rows // self.high) * -(-columns // self.wide) * batch, self.resident(itemsize)
-        turns = max(1, -(-tiles // (each * BLOCKS.processors)) * each if tiles > each * BLOCKS.processors
-                    else -(-tiles // BLOCKS.processors))
-        step = max(self.high * self.wide, BLOCKS.tile_reads * (self.high + self.wide))
-        return turns * depth * step
-
     def resident(self, itemsize: int) -> int:
         """Programs on one processor at once."""
         return max(1, min(BLOCKS.shared_most // self.shared(itemsize),
                           BLOCKS.threads_most // (BLOCKS.warp * self.warps)))
+
+
+WAYS = ("once", "turns", "shares")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A tile, and who sums which: codegen/triton/contractions.py."""
+
+    tile: ProductTile
+    how: str = "once"
+
+    def cost(self, sizes: Sequence[int], itemsize: int) -> float:
+        """Of a product, in cycles."""
+        rows, columns, depth, batch = sizes
+        t, units = self.tile, BLOCKS.processors
+        tiles, resident = -(-rows // t.high) * -(-columns // t.wide) * batch, t.resident(itemsize)
+        deep = max(t.deep // itemsize, 16)
+        steps = -(-depth // deep)
+        step = max(t.high * t.wide * t.deep / 4096, (t.high + t.wide) * t.deep / BLOCKS.tile_reads) + BLOCKS.step_start
+        once = BLOCKS.tile_start + t.high * t.wide * 2 / BLOCKS.tile_reads
+        if self.how == "once":
+            each = -(-tiles // units)
+            return each * steps * step + -(-each // resident) * once
+        if self.how == "turns":
+            return -(-tiles // units) * (steps * step + once / 4) + once + BLOCKS.step_start
+        programs = max(min(resident * units, tiles * steps // t.least_steps), min(resident * units, tiles), 1)
+        each = -(-tiles * steps // programs) * -(-programs // units)
+        left = t.high * t.wide * 4 / BLOCKS.tile_reads
+        others = max(1, programs // max(tiles, 1) - 1)
+        return each * step + 2 * once + (BLOCKS.share_start + left * (1 + others) if tiles % programs else 0)
 
 
 CPU = CpuTuning()

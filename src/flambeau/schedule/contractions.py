@@ -47,7 +47,7 @@ def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
         if isinstance(n, Contract) and n.ragged is not None:
             nodes.append(n)
         elif isinstance(n, Contract) and n.is_tiled and is_multiplied(n, caps):
-            nodes += in_pieces(graph, n, caps)
+            nodes += [n] if caps.shares else in_pieces(graph, n, caps)
         elif isinstance(n, Contract):
             nodes.append(Reduce(n.names, n.vars, n.axes, n.combine, n.inputs, origin=n.origin, inlined=n.inlined))
         else:
@@ -134,8 +134,8 @@ def size_of(vars: Sequence[Sym], unknown: int = 1) -> int:
 # ---- the kernel ------------------------------------------------------------------------------------------
 
 
-def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tuning, typical: dict[Sym, int]
-                   ) -> ContractKernel:
+def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tuning, typical: dict[Sym, int],
+                   shares: bool) -> ContractKernel:
     d, node = draft_group(g, buffers, stored), g.members[0].node
     assert isinstance(node, Contract)
     d.typical = typical
@@ -168,7 +168,7 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tu
     return ContractKernel(tuple(batch), tuple(rows), tuple(columns), tuple(depth), *products[0][1:], products[0].name,
                           tuple(items), tuple((name, at) for name, at in d.stores.items() if name not in slots), params,
                           sizes, tuple(dict.fromkeys(o for m in g.members for o in m.node.origins)),
-                          typical_sizes(sizes, typical), node.tf32, ragged, node.promoted, tuple(products[1:]),
+                          typical_sizes(sizes, typical), node.tf32, ragged, shares, node.promoted, tuple(products[1:]),
                           tuple(reductions))
 
 

@@ -53,6 +53,7 @@ constexpr unsigned kPortableMapped = 3;  // CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOS
 PyObject* current_device = nullptr;  // () -> index
 PyObject* current_stream = nullptr;  // (index) -> address
 PyObject* workspace = nullptr;       // (index, stream, bytes) -> address
+PyObject* flags = nullptr;           // (index, stream) -> address of words that are zero between launches
 
 // Kernels report faults in memory of the host that the GPU can write: a place for each kernel that checks anything, as
 // long as there are places; the first is for all the others. They are read before the next launch, without waiting.
@@ -85,8 +86,8 @@ bool enter(int device) {
 
 PyObject* open_driver(PyObject*, PyObject* args) {
   const char* path;
-  PyObject *device, *stream, *memory;
-  if (!PyArg_ParseTuple(args, "sOOO", &path, &device, &stream, &memory)) return nullptr;
+  PyObject *device, *stream, *memory, *words;
+  if (!PyArg_ParseTuple(args, "sOOOO", &path, &device, &stream, &memory, &words)) return nullptr;
   void* library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) return PyErr_Format(PyExc_OSError, "%s", dlerror());
   const Symbol wanted[] = {
@@ -110,6 +111,7 @@ PyObject* open_driver(PyObject*, PyObject* args) {
   Py_XSETREF(current_device, Py_NewRef(device));
   Py_XSETREF(current_stream, Py_NewRef(stream));
   Py_XSETREF(workspace, Py_NewRef(memory));
+  Py_XSETREF(flags, Py_NewRef(words));
   if (faults != nullptr) Py_RETURN_NONE;
   Owned index(PyObject_CallNoArgs(current_device));
   if (!index) return nullptr;
@@ -213,6 +215,7 @@ struct Kernel {
   size_t place = 0;  // among the faults
   uint64_t words = 0;  // bits: the sizes that are just numbers
   bool cleared = true;  // its workspace begins as zeros
+  bool signals = false;  // its programs use flags
 };
 
 struct Launch {
@@ -230,11 +233,16 @@ struct Work : Given<Launch> {
   const Variant* variant = nullptr;
   std::shared_ptr<const Shape> shape;
   size_t scratch = 0;
+  int64_t flags = 0;
 };
 
 Facts facts_of(const Work& work, int64_t device) {
   uint64_t bits = 0, sizes = 0;
-  for (size_t i = 0; i < work.pointer_count; ++i) bits |= static_cast<uint64_t>(work.p[i]);
+  // What has no elements may have no address either, and cannot be described to the copy engine.
+  const bool described = work.launch->maps != Py_None;
+  for (size_t i = 0; i < work.pointer_count; ++i) {
+    bits |= described && work.p[i] == 0 ? 1 : static_cast<uint64_t>(work.p[i]);
+  }
   for (size_t i = 0; i < work.size_count && i < 63; ++i) sizes |= uint64_t(work.n[i] % 16 == 0) << i;
   return {device, bits % 16 == 0, sizes & ~work.launch->kernel->words, work.shape->wide};
 }
@@ -369,6 +377,8 @@ Result start(const Work& work, Handle stream, int64_t memory, std::vector<void*>
   for (size_t i = 0; i < work.pointer_count; ++i) arguments.push_back(work.p + i);
   for (size_t i = 0; i < work.size_count; ++i) arguments.push_back(work.n + i);
   if (work.shape->work) arguments.push_back(&space);
+  int64_t words = work.flags;
+  if (words) arguments.push_back(&words);
   arguments.push_back(&fault);
   const size_t given = arguments.size();
   if (work.shape->work && work.launch->kernel->cleared) {
@@ -448,6 +458,12 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
         }
       }
     }
+    if (work.launch->kernel->signals) {
+      Owned address(PyObject_CallFunctionObjArgs(flags, index.get(), queue.get(), nullptr));
+      if (!address) return false;
+      work.flags = PyLong_AsLongLong(address.get());
+      if (work.flags == -1 && PyErr_Occurred()) return false;
+    }
     work.scratch = scratch_of(work);
     bytes = std::max(bytes, work.shape->work + work.scratch);
   }
@@ -485,9 +501,10 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
 
 PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *name, *shape, *start, *make, *maps = Py_None;
-  int checks, cleared = 1;
+  int checks, cleared = 1, signals = 0;
   unsigned long long words = 0;
-  if (!PyArg_ParseTuple(args, "UOOOp|KOp", &name, &shape, &start, &make, &checks, &words, &maps, &cleared)) {
+  if (!PyArg_ParseTuple(args, "UOOOp|KOpp", &name, &shape, &start, &make, &checks, &words, &maps, &cleared,
+                        &signals)) {
     return nullptr;
   }
   Launch* self = PyObject_New(Launch, type);
@@ -501,6 +518,7 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   self->kernel = new Kernel();
   self->kernel->words = words;
   self->kernel->cleared = cleared != 0;
+  self->kernel->signals = signals != 0;
   if (checks) self->kernel->place = 1 + places_given++ % (kPlaces - 1);
   return reinterpret_cast<PyObject*>(self);
 }
@@ -526,7 +544,7 @@ PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObje
 }
 
 PyMethodDef functions[] = {
-    {"open", open_driver, METH_VARARGS, "open(path of the driver, current_device, current_stream, workspace)"},
+    {"open", open_driver, METH_VARARGS, "open(path of the driver, current_device, current_stream, workspace, flags)"},
     {"load", load, METH_VARARGS, "load(machine code, name, shared bytes, device) -> address of the function"},
     {nullptr, nullptr, 0, nullptr},
 };

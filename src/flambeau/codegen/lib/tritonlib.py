@@ -266,6 +266,29 @@ def share(tile, begins, ends, side: tl.constexpr):
     return part, first, tl.sum(tl.where(here, ends, 0), 0)
 
 
+@triton.jit
+def portion(total, program):
+    """Where the steps of a program begin, of as many as there are for all."""
+    return total * program // tl.num_programs(0)
+
+
+@triton.jit
+def tell(flag):
+    """All that this program has written is there for who hears it."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 1, sem="release")
+
+
+@triton.jit
+def hear(flag):
+    """Waits until another program tells, and takes that back."""
+    said = tl.atomic_add(flag, 0, sem="acquire")
+    while said == 0:
+        said = tl.atomic_add(flag, 0, sem="acquire")
+    tl.debug_barrier()
+    tl.store(flag, 0)
+
+
 # ---- random bits -----------------------------------------------------------------------------------------
 
 

@@ -424,6 +424,6 @@ class PartDraft:
     """One part on its way: what was written, and how it is launched."""
 
     def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "",
-                 maps: tuple[TensorMap, ...] = (), waits: bool = False) -> None:
+                 maps: tuple[TensorMap, ...] = (), waits: bool = False, signals: bool = False) -> None:
         self.writer, self.grid, self.warps, self.workspace, self.maps = writer, grid, warps, workspace, maps
-        self.waits = waits
+        self.waits, self.signals = waits, signals  # and what it writes to the workspace needs no zeros

@@ -1,17 +1,21 @@
-"""Contractions in Triton: tensor cores sum tiles of the result in registers, a tile for each program or one after the other.
+"""Contractions in Triton: tensor cores sum tiles of the result in registers.
 
 What a factor is read from comes by the copy engine where its lines allow that (no masks, zeros beyond the end), and by
-pointers otherwise, whatever expression it is: masks of a convolution, casts, scales. Where programs take several tiles,
-the loop over the tiles and the one over the depth are one loop for the compiler (`flatten`), so that a tile's first pieces
-are on their way while the results of the one before are written. A tile's columns may come in parts, each with sums of
-its own: 128 + 64 columns fit where 256 are too many. What follows the sum is in tiles.py.
+pointers otherwise, whatever expression it is: masks of a convolution, casts, scales. A tile's columns may come in parts,
+each with sums of its own: 128 + 64 columns fit where 256 are too many. What follows the sum is in tiles.py.
+
+Who sums what (`Way.how`):
+once    a program for each tile
+turns   programs take tile after tile, and the loop over these and the one over the depth are one for the compiler
+        (`flatten`): a tile's first pieces are on their way while the results of the one before are written
+shares  all steps of all tiles are divided equally. A program may begin within a tile's depth, and leaves that sum to the
+        one that began the tile, which adds it to its own: always in the same order (shares.py)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 
 import torch
 
@@ -21,12 +25,12 @@ from flambeau.ir.index import Sym, as_index, ceildiv, unflat, volume
 from flambeau.ir.lines import joined
 from flambeau.ir.nodes import unscaled
 from flambeau.ir.program import ContractKernel, sites_of
-from flambeau.ir.tuning import BLOCKS, TILES, UNSCALED, ProductTile, Scale
+from flambeau.ir.tuning import BLOCKS, TILES, UNSCALED, WAYS, ProductTile, Scale, Way
 
 from ..source import HOSTED
 from .blocks import NARROWED, PartDraft, count_text, padded_read, width_of
 from .dialect import ROUGH, TRITON
-from .ragged import RaggedTiles
+from .shares import SharedTiles
 from .tensor_maps import matrix, whole_line
 
 TALL = 64  # rows that tensor cores take at least on one side: on the other, eight are enough
@@ -40,7 +44,7 @@ def multiplied(factor: Expr) -> tuple[Expr, Expr | None]:
     return (small, scale) if small.dtype in SMALL else (factor, None)
 
 
-class ContractBlocks(RaggedTiles):
+class ContractBlocks(SharedTiles):
     def __init__(self, k: ContractKernel, scale: Scale = UNSCALED) -> None:
         super().__init__(k.params, k.sizes, width_of(k, k.everything(), k.stores, k.batch, k.rows, k.columns, k.depth))
         self.sites = sites_of(k)
@@ -58,9 +62,9 @@ class ContractBlocks(RaggedTiles):
         if (len(kinds) > 1 and not kinds <= FP8) or (k.more and any(scale is not None for _, scale in found)):
             found, self.kind = [(e, None) for e in k.factors()], k.left.dtype
         sizes[1] *= len(k.products)
-        tiles = [t for t in TILES if self.fits(t)]
-        self.t = sorted(tiles, key=lambda t: self.all_sums(t).cost(sizes, self.kind.itemsize))[
-            min(scale.tile, len(tiles) - 1)]
+        ways = [Way(t, how) for t in TILES for how in WAYS if self.fits(t, how)]
+        ways.sort(key=lambda way: replace(way, tile=self.all_sums(way.tile)).cost(sizes, self.kind.itemsize))
+        self.t, self.how = (way := ways[min(scale.tile, len(ways) - 1)]).tile, way.how
         self.deep = max(self.t.deep // self.kind.itemsize, 16)
         self.deep = min(self.deep, k.promoted or self.deep)
         self.step = Sym("step", ceildiv(volume(k.depth), as_index(self.deep)))
@@ -81,21 +85,17 @@ class ContractBlocks(RaggedTiles):
         """The tile with the columns of all products side by side: that is what its memory and its registers hold."""
         return replace(t, wides=t.wides * len(self.k.products))
 
-    def fits(self, t: ProductTile) -> bool:
+    def fits(self, t: ProductTile, how: str) -> bool:
+        k, several = self.k, len(t.wides) * len(self.k.products) > 1
+        if k.ragged is not None and how != ("turns" if self.rows_in_parts else "once") or how == "shares" and not k.shares:
+            return False
+        if how == "turns" and several and not self.rows_in_parts:
+            return False  # sums that begin anew in one loop are summed one instruction after the other
         t = self.all_sums(t)
         factors, tile = t.shared(self.kind.itemsize), self.tail_bytes(t)
         registers = t.high * t.wide // (BLOCKS.warp * t.warps)
-        beside = max(factors, tile) if self.at_once(t) else factors + tile  # of one tile, no factors are left by then
-        return beside <= BLOCKS.shared_most - 1024 and registers <= REGISTERS and (
-            not self.k.reductions or self.has_slots(t))
-
-    def at_once(self, t: ProductTile) -> bool:
-        """Whether there are no more tiles than programs that run at once."""
-        k = self.k
-        wide = as_index(t.wide // len(k.products))
-        sides = volume(k.batch), ceildiv(volume(k.rows), as_index(t.high)), ceildiv(volume(k.columns), wide)
-        return not self.rows_in_parts and all(n.is_const for n in sides) and prod(
-            n.const for n in sides) <= BLOCKS.processors * t.resident(self.kind.itemsize)
+        beside = factors + tile if how == "turns" else max(factors, tile)  # otherwise no factors are left by then
+        return beside <= BLOCKS.shared_most - 1024 and registers <= REGISTERS and (not k.reductions or self.has_slots(t))
 
     def stepped(self, scale: Expr) -> Expr:
         """A scale at the points of a step of the depth; it says "within" if it differs between these."""
@@ -115,14 +115,20 @@ class ContractBlocks(RaggedTiles):
             high, many = self.count_parts(many)
         self.line(f"high, wide = {high}, {wide}")
         total = f"high * wide * {self.index(volume(k.batch))}"
-        grid = " * ".join([many, *others, self.host(volume(k.batch))])
-        if self.at_once(self.all_sums(t)):
+        grid, workspace = " * ".join([many, *others, self.host(volume(k.batch))]), ""
+        most = f"{self.all_sums(t).resident(self.kind.itemsize)} * units"
+        if self.how == "once":
             self.line("tile = tl.program_id(0)" + ("" if self.width is NARROWED else f".to({self.width.kind})"))
             loop = "if True:"
+        elif self.how == "turns":
+            loop = f"for tile in tl.range(tl.program_id(0), {total}, tl.num_programs(0), flatten=True):"
+            grid = f"min({grid}, {most})"
         else:
-            loop = f"for tile in tl.range(tl.program_id(0), {total}, tl.num_programs(0), flatten={not self.depth_in_parts}):"
-            grid = f"min({grid}, {self.all_sums(t).resident(self.kind.itemsize)} * units)"
+            loop = self.begin_share(total)
+            grid, workspace = self.share_grid(grid, most)
         with self.scope(loop, (*k.batch, *k.rows, *k.columns, *self.of_part), footer=""):
+            if self.how == "shares":
+                self.next_tile()
             self.line(f"at_row, at_column = fl.place(tile % (high * wide), high, wide, {t.group})")
             self.decompose("(tile // (high * wide))", k.batch)
             if self.rows_in_parts:
@@ -132,9 +138,14 @@ class ContractBlocks(RaggedTiles):
                 for name, wide in zip(names, t.wides, strict=True):
                     self.line(f"{name} = tl.zeros([{t.high}, {wide}], {self.d.types[self.sums]})")
             self.depth_loop(sums)
-            for part, (at, wide) in enumerate(self.column_parts()):
-                self.finish([names[part] for names in sums], at, wide)
-        return PartDraft(self, grid, t.warps, maps=tuple(self.maps.values()), waits=True)
+            if self.how == "shares":
+                self.leave_or_take([name for names in sums for name in names])
+            with self.scope("if first == 0:" if self.how == "shares" else "if True:", footer=""):
+                for part, (at, wide) in enumerate(self.column_parts()):
+                    self.finish([names[part] for names in sums], at, wide)
+            if self.how == "shares":
+                self.line("at += last - first")
+        return PartDraft(self, grid, t.warps, workspace, tuple(self.maps.values()), True, self.how == "shares")
 
     def column_parts(self) -> list[tuple[str, int]]:
         """Where each part of a tile's columns begins, and how many they are."""
@@ -146,9 +157,14 @@ class ContractBlocks(RaggedTiles):
     # ---- the sum ---------------------------------------------------------------------------------------
 
     def depth_loop(self, sums: Sequence[Sequence[str]]) -> None:
-        begin, end, last = "0", self.index(volume(self.k.depth)), ""
+        depth = volume(self.k.depth)
+        # A loop that may have no rounds makes the compiler sum one instruction after the other: one round of zeros.
+        begin, end, last = "0", self.index(depth) if depth.is_const else f"tl.maximum({self.index(depth)}, 1)", ""
         if self.depth_in_parts:
             begin, end, last = self.part_of_depth()
+        elif self.how == "shares":
+            begin, end = f"first * {self.deep}", f"last * {self.deep}"
+            self.line("tl.assume(last > first)")
         with self.scope(f"for at_depth in tl.range({begin}, {end}, {self.deep}, num_stages={self.t.stages}):", footer=""):
             self.step_of_depth(sums, "" if last else None)
         if last:

@@ -28,6 +28,8 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
         drafts = [kinds[type(kernel)](kernel, scale).render()]
     arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
     arguments += ["work"] if any(d.workspace for d in drafts) else []
+    signals = any(d.signals for d in drafts)
+    arguments += ["flags"] if signals else []
     workspace = ""
     lines = ["import triton", "import triton.language as tl", "import tritonlib as fl", "", ""]
     parts = []
@@ -47,7 +49,7 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
                        sizes, tuple(parts), workspace, narrow,
                        sites=() if isinstance(kernel, TableKernel) else site_table(kernel),
                        usual=bits(kernel.sizes[:63], lambda s: typical.get(s, 1) % 16 == 0),
-                       words=bits(kernel.sizes[:64], lambda s: s.name.startswith(WORD)))
+                       words=bits(kernel.sizes[:64], lambda s: s.name.startswith(WORD)), cleared=not signals, signals=signals)
 
 
 def bits(sizes: Sequence[Sym], holds: Callable[[Sym], bool]) -> int:

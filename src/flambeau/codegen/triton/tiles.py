@@ -126,7 +126,7 @@ class TileWriter(MapWriter):
             step, many = (r.rows, r.columns)[axis], volume((self.k.rows, self.k.columns)[axis])
             index = "tl.arange(0, {})[{}]".format(sides[axis], ":, None" if axis == 0 else "None, :")
             at = self.fresh("slot")
-            self.line(f"{at} = {starts[axis]} // {SLOT} + {index}")
+            self.line(f"{at} = ({starts[axis]}) // {SLOT} + {index}")
             holds.append(f"({at} * {SLOT} < {self.index(many)})")
             slot.append(f"({index} == 0)")
             place += f" + {at} * {self.index(step)}" if step is not None else ""

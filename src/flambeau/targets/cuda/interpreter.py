@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flambeau.codegen.source import HOSTED, LIBRARY, UNHOSTED, BlockSource
+from flambeau.codegen.source import FLAGS, HOSTED, LIBRARY, UNHOSTED, BlockSource
 from flambeau.errors import BoundsError, CompileError, UnsupportedError
 from flambeau.ir.program import TableKernel
 
@@ -88,9 +88,12 @@ class InterpreterLaunch:
         kinds = signature(self._source, bool(wide)).values()
         memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int64(0)
         space = [ctypes.addressof(memory)] if self._source.workspace else []
+        flags = (ctypes.c_int32 * FLAGS)()
+        space += [ctypes.addressof(flags)] if self._source.signals else []
         values = [*pointers, *sizes, *space, ctypes.addressof(bad)]
         name = f"{', '.join(self._source.origins)} ({self.name})"
         given = [(name, "the workspace", ctypes.addressof(memory), ctypes.sizeof(memory)),
+                 (name, "the flags", ctypes.addressof(flags), ctypes.sizeof(flags)),
                  (name, "the fault", ctypes.addressof(bad), 8)]
         for k, (p, kind) in enumerate(zip(pointers, self._source.pointers, strict=True)):
             if extents:
@@ -110,6 +113,8 @@ class InterpreterLaunch:
                     if isinstance(error.__cause__, BoundsError):
                         raise error.__cause__ from None
                     raise
+        if any(flags):
+            raise RuntimeError(f"the kernel {self.name} left flags behind")
         return bad.value
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from flambeau.codegen.source import BlockSource
+from flambeau.codegen.source import FLAGS, BlockSource
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.ir.tuning import BLOCKS
@@ -97,6 +97,7 @@ class CudaTarget(BlockTarget):
         self._open: ModuleType | None = None
         self._lock = threading.Lock()
         self._workspaces: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._flags: dict[tuple[int, int], torch.Tensor] = {}
         self._functions: dict[tuple[int, str, bytes], int] = {}
 
     # ---- what it is ------------------------------------------------------------------------------------
@@ -221,6 +222,13 @@ class CudaTarget(BlockTarget):
     def recorder(self) -> Recorder:
         return self._recorder
 
+    def flags(self, device: int, stream: int) -> int:
+        """Words that the kernels of one stream, which run one after the other, find and leave as zeros."""
+        if (device, stream) not in self._flags:
+            self._flags[device, stream] = torch.zeros(FLAGS, dtype=torch.int32, device=self.empty(
+                1, torch.device("cuda")).device)
+        return self._flags[device, stream].data_ptr()
+
     def workspace(self, device: int, stream: int, nbytes: int) -> int:
         """Memory for the kernels of one stream, which run one after the other.
 
@@ -261,7 +269,7 @@ class CudaTarget(BlockTarget):
                 assert self._extension is not None
                 try:
                     module = self._extension.result()
-                    module.open(self._driver, self.current_device, self.current_stream, self.workspace)
+                    module.open(self._driver, self.current_device, self.current_stream, self.workspace, self.flags)
                 except (CompileError, ImportError, OSError) as error:
                     raise CompileError(
                         f"the launcher of CUDA kernels does not work: {error}", target=self.name,
@@ -316,7 +324,7 @@ class CudaKernel:
             shape = shape_function(self.source, self.target.processors(self.target.current_device()))
             self._launch = self.target.launcher().Launch(
                 self.source.title or self.source.name, shape, self.start, self.make, checks_data(self.source),
-                self.source.words, maps_function(self.source), self.source.cleared)
+                self.source.words, maps_function(self.source), self.source.cleared, self.source.signals)
         return self._launch
 
 

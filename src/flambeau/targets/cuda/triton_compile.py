@@ -82,7 +82,8 @@ def signature(source: BlockSource, wide: bool) -> dict[str, str]:
     """The arguments that all functions of a source have, with their types."""
     out = {f"p{k}": kind for k, kind in enumerate(source.pointers)}
     out |= {f"n{k}": "i64" if wide else kind for k, kind in enumerate(source.sizes)}
-    return out | ({"work": "*i8"} if source.workspace else {}) | {"bad": "*i64"}
+    out |= {"work": "*i8"} if source.workspace else {}
+    return out | ({"flags": "*i32"} if source.signals else {}) | {"bad": "*i64"}
 
 
 def described(part: Part, facts: Facts) -> dict[str, int | None]:
