@@ -62,7 +62,8 @@ class ContractBlocks(SharedTiles):
         if (len(kinds) > 1 and not kinds <= FP8) or (k.more and any(scale is not None for _, scale in found)):
             found, self.kind = [(e, None) for e in k.factors()], k.left.dtype
         sizes[1] *= len(k.products)
-        ways = [Way(t, how) for t in TILES for how in WAYS if self.fits(t, how)]
+        ways = [Way(t, how) for t in TILES for how in WAYS if self.fits(t, how)] or [
+            Way(min(TILES, key=lambda t: t.high * t.wide), "turns" if self.rows_in_parts else "once")]
         ways.sort(key=lambda way: replace(way, tile=self.all_sums(way.tile)).cost(sizes, self.kind.itemsize))
         self.t, self.how = (way := ways[min(scale.tile, len(ways) - 1)]).tile, way.how
         self.deep = max(self.t.deep // self.kind.itemsize, 16)

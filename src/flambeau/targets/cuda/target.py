@@ -24,6 +24,7 @@ import torch
 from flambeau.codegen.source import FLAGS, BlockSource
 from flambeau.config import config
 from flambeau.errors import CompileError
+from flambeau.ir.dtypes import FP8
 from flambeau.ir.tuning import BLOCKS
 from flambeau.torch_compat import cuda as torch_cuda
 from flambeau.torch_compat import memory as torch_memory
@@ -48,6 +49,7 @@ _BUSY = 1 << 28  # bytes to write before that
 _GRANULE = 1 << 20  # workspaces grow in steps of this many bytes at least
 
 _COPIES = 90  # compute capability of GPUs with a copy engine for tensors, and with kernels that wait by themselves
+_SMALL_FLOATS = 89  # compute capability of those that multiply floats of 8 bits
 _RARE = 50  # calls for each convolution of a graph, beyond which it is not worth the time to look at it
 
 _Codes = tuple["Future[Code | CompileError]", ...]
@@ -105,9 +107,12 @@ class CudaTarget(BlockTarget):
     def capabilities(self) -> Capabilities:
         from flambeau.codegen.triton.dialect import CAPABILITIES
 
+        known = self._arch or torch.cuda.is_available()  # packages are made on any machine
+        arch = self.arch(0 if self._arch else self.current_device()) if known else _COPIES
         rounded = {"product": torch.backends.cuda.matmul.fp32_precision == "tf32",
                    "convolution": torch.backends.cudnn.allow_tf32}
         return replace(CAPABILITIES, name=self.name, gpu_eager=True, inexact=libdevice.inexact(),
+                       dtypes=CAPABILITIES.dtypes if arch >= _SMALL_FLOATS else CAPABILITIES.dtypes - FP8,
                        tf32=frozenset(kind for kind, is_rounded in rounded.items() if is_rounded),
                        arena_most=1 << 20)  # torch's allocator keeps memory, and has small blocks up to there
 
