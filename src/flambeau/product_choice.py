@@ -126,15 +126,14 @@ def _join(region: Region, other: Region, home: dict[int, Region]) -> None:
 def refusal(n: fx.Node, region: Region, caps: Capabilities) -> str | None:
     """Why a product is the library's without a look at the clock; None if it may be ours."""
     val, t = n.meta.get("val"), caps.tuning
-    given = [v for i in n.all_input_nodes for v in flat(i.meta.get("val")) if isinstance(v, torch.Tensor)]
-    if n.target not in LOWERINGS or not isinstance(val, torch.Tensor) or not given:
+    kind, first = "convolution" if facts(n.target).family == "convolution" else "product", facts(n.target).factors or 0
+    factors = [i.meta.get("val") for i in n.args[first:first + 2] if isinstance(i, fx.Node)]
+    if n.target not in LOWERINGS or not isinstance(val, torch.Tensor) or len(factors) < 2:
         return "there is no kernel of ours for it"
-    kind = "convolution" if facts(n.target).family == "convolution" else "product"
-    if any(v.dtype not in SMALL and not (v.dtype is torch.float32 and kind in caps.tf32) for v in given[-2:]):
-        return f"tensor cores do not take {', '.join(sorted({str(v.dtype) for v in given}))}"
+    if any(v.dtype not in SMALL and not (v.dtype is torch.float32 and kind in caps.tf32) for v in factors):
+        return f"tensor cores do not take {', '.join(sorted({str(v.dtype) for v in factors}))}"
     size = prod(map(hint, val.shape))
-    depth = max(1, prod(map(hint, given[-1].shape)) // max(1, hint(val.shape[1 if kind == "convolution" else -1])))
-    depth = depth if val.dim() < 3 or kind == "convolution" else max(1, depth // hint(val.shape[0]))
+    depth = prod(map(hint, factors[1].shape[1:] if kind == "convolution" else factors[0].shape[-1:]))
     nanoseconds = max(size * depth * val.itemsize / t.product_rate, size * val.itemsize / t.memory_rate)
     if not any(n in u.all_input_nodes for u in region.nodes if not is_view(u.target)):
         # Small ones differ by how they start; a library's large ones are as fast as any.
@@ -166,6 +165,7 @@ def measured(gm: fx.GraphModule, products: Sequence[fx.Node], target: Target, co
     try:
         runs = [compiled(gm, own) for own in sets]  # kernels build side by side
         args = [example(n.meta["val"]) for n in gm.graph.nodes if n.op == "placeholder"]
+        spread_parts(gm, args)
         wanted, draws = runs[0](list(args)), any(facts(n.target).random for n in gm.graph.nodes if is_ours(n))
         candidates: dict[int, Callable[[], object]] = {0: partial(call, runs[0], args)}
         for k, run in enumerate(runs[1:], 1):
@@ -180,6 +180,18 @@ def measured(gm: fx.GraphModule, products: Sequence[fx.Node], target: Target, co
     times = ", ".join(f"{'library' if not own else 'ours' if len(own) == len(names) else 'the last one ours'} "
                       f"{1e6 * seconds[k]:.1f} us" for k, own in enumerate(sets) if k in seconds)
     return {"own": [k for k, name in enumerate(names) if name in sets[best]], "why": times}
+
+
+def spread_parts(gm: fx.GraphModule, args: Sequence[Any]) -> None:
+    """Products for parts of a dimension get parts that are equally long."""
+    places = {n: k for k, n in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
+    for n in gm.graph.nodes:
+        at = facts(n.target).ends if n.op == "call_function" else None
+        if at is not None and len(n.args) > at and n.args[at] in places:
+            a, b = (i.meta["val"] for i in n.args[:2])
+            size = a.shape[-1] if a.dim() == b.dim() else a.shape[0] if a.dim() == 2 else b.shape[-1]
+            ends = args[places[n.args[at]]]
+            ends.copy_(torch.arange(1, len(ends) + 1, device=ends.device) * hint(size) // len(ends))
 
 
 def call(run: Run, args: Sequence[Any]) -> object:

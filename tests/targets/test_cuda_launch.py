@@ -16,14 +16,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from flambeau.codegen.source import BlockSource, Part
+from flambeau.codegen.source import WORKSPACE, BlockSource, Part, TensorMap
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.ir.faults import Fault
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.cuda.recorder import CudaRecorder
 from flambeau.targets.cuda.target import CudaKernel, CudaTarget, shape_function
-from flambeau.targets.cuda.triton_compile import Code, Facts
+from flambeau.targets.cuda.triton_compile import Code, Facts, map_words
 from flambeau.targets.launch import _extension
 from flambeau.targets.toolchain import find_toolchain
 
@@ -42,6 +42,8 @@ static void say(const char* format, long long a = 0, long long b = 0, long long 
   snprintf(line, sizeof line, format, a, b, c);
   said += line;
 }
+
+struct Config { unsigned grid[3], block[3], shared; void* stream; const int64_t* attributes; unsigned count; };
 
 extern "C" {
 const char* driver_said() { static std::string out; out = said; said.clear(); return out.c_str(); }
@@ -75,6 +77,17 @@ int cuMemsetD8Async(unsigned long long address, unsigned char value, size_t byte
   say("zero %lld on %lld\n", bytes, (long long)stream);
   return 0;
 }
+int cuTensorMapEncodeTiled(void* map, int dtype, unsigned rank, void* address, const uint64_t* shape,
+                           const uint64_t* steps, const uint32_t* block, const uint32_t* each, int, int swizzle, int,
+                           int) {
+  if ((uint64_t)map % 64) return 201;
+  say("map of %lld at %lld rank %lld", dtype, (long long)address, rank);
+  for (unsigned i = 0; i < rank; ++i) say(" %lldx%lld/%lld", shape[i], block[i], each[i]);
+  for (unsigned i = 0; i + 1 < rank; ++i) say(" step %lld", steps[i]);
+  say(" swizzle %lld\n", swizzle);
+  *(int64_t*)map = 1000 + (int64_t)address;
+  return 0;
+}
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
                    unsigned shared, void* stream, void** arguments, void**) {
   said += (const char*)function;
@@ -84,6 +97,12 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
   said += "\n";
   if (fault) *(int64_t*)*(int64_t*)arguments[fault_at] |= int64_t(fault) << 50;
   return failure;
+}
+int cuLaunchKernelEx(const Config* how, void* function, void** arguments, void** extra) {
+  if (how->count != 1 || how->attributes[0] != 6 || how->attributes[1] != 1) return 202;
+  said += "early ";
+  return cuLaunchKernel(function, how->grid[0], how->grid[1], how->grid[2], how->block[0], 1, 1, how->shared,
+                        how->stream, arguments, extra);
 }
 }
 """
@@ -114,8 +133,10 @@ class Machine(CudaTarget):
         for part in source.parts:
             text = "broken" if self.machine_code["broken"] else f"{source.name}.{part.function}"
             made.append(Future[Code | CompileError]())
+            there = [k for k, m in enumerate(part.maps) if m.there(facts.aligned, facts.sizes)]
+            maps = tuple(map_words(k, {"elem_type": 10, "swizzle": 3, "block_size": part.maps[k].block}) for k in there)
             made[-1].set_result(Code(part.function, part.warps, self.machine_code["shared"],
-                                     self.machine_code["scratch"], text.encode() + b"\0"))
+                                     self.machine_code["scratch"], text.encode() + b"\0", maps))
         return tuple(made)
 
     def said(self) -> list[str]:
@@ -211,6 +232,17 @@ def test_all_variants_of_a_plan_are_begun_before_one_is_waited_for(machine: Mach
     assert [name for name, _ in machine.built] == ["k", "l", "k", "l"]
 
 
+def test_what_waits_by_itself_is_launched_early(machine: Machine) -> None:
+    k = machine.build([source(parts=[Part("a", "5, 2", 8, waits=True), Part("b", "2")])]).wait()["k"]
+    k([16, 32], [])
+    assert [line.split(" on ")[0] for line in machine.said()] == [
+        "early k.a (5, 2, 1) threads 256 shared 0", "k.b (2, 1, 1) threads 128 shared 0"]
+    machine._arch = 80  # has no such launches
+    k = machine.build([source(parts=[Part("a", "5", waits=True)])]).wait()["k"]
+    k([16, 32], [])
+    assert machine.said()[0].startswith("k.a")
+
+
 def test_no_points_no_launch(machine: Machine) -> None:
     k = machine.build([source(sizes=("i64",), parts=[Part("part0", "n0")])]).wait()["k"]
     k([16, 32], [0])
@@ -247,6 +279,52 @@ def test_the_workspace_is_zero_and_shared_by_a_stream(machine: Machine) -> None:
     k([16, 32], [100])
     assert len(machine._workspaces[0, STREAM]) == 2
     assert int(machine.said()[-1].split()[-2]) != place
+
+
+def test_tensors_are_described_where_the_copy_engine_can_read_them(machine: Machine) -> None:
+    read = TensorMap("a", 1, 8, "bf16", 2, ("n0", "n1"), ("n1", "1"), (128, 64), even=2)
+    write = TensorMap("b", WORKSPACE, 0, "fp32", 4, ("3", "n0", "16"), ("n0 * 16", "16", "1"), (1, 64, 16))
+    parts = [Part("first", "1", maps=(read, write)), Part("second", "1")]
+    k = machine.build([replace(source(sizes=("i32", "i64"), parts=parts, workspace="64"), cleared=False)]).wait()["k"]
+    machine.library.driver_expects(6)
+    k([1600, 3200], [10, 32])
+    left, right, first, second = machine.said()
+    work = int(right.split()[4])
+    # As the driver numbers dtypes; innermost dimension first.
+    assert left == "map of 9 at 3216 rank 2 32x64/1 10x128/1 step 64 swizzle 3"
+    assert right == f"map of 9 at {work} rank 3 16x16/1 10x64/1 3x1/1 step 64 step 640 swizzle 3"
+    assert first.split(": ")[1].split()[:5] == ["1600", "3200", "10", "32", str(work)]
+    machine.library.driver_expects(18)
+    k([1600, 3200], [10, 32])
+    words = [*map(int, machine.said()[2].split(": ")[1].split())]
+    shape = [n & 0xFFFFFFFF for n in (words[7], words[8], words[12], words[13], words[14])]
+    assert (words[6], words[11], shape) == (4216, 1000 + work, [10, 32, 3, 10, 16])
+    assert (words[9:11], words[15:18]) == ([32, 1], [160, 16, 1])
+    machine.library.driver_expects(8)
+    k([1600, 3200], [10, 33])  # lines begin anywhere
+    assert [line.split()[0] for line in machine.said()] == ["map", "k.first", "k.second"]
+    k([1602, 3200], [10, 32])
+    assert [line.split()[0] for line in machine.said()] == ["k.first", "k.second"]
+
+
+def test_flags_are_zeros_of_the_stream(machine: Machine) -> None:
+    k = machine.build([replace(source(workspace="64"), cleared=False, signals=True), source("l")]).wait()
+    machine.library.driver_expects(4)
+    k["k"]([16, 32], [])
+    (line,) = machine.said()  # nothing is cleared
+    flags = int(line.split()[-1])
+    assert flags == machine.flags(0, STREAM) and bytes((ctypes.c_char * 64).from_address(flags)) == bytes(64)
+    k["l"]([16, 32], [])
+    assert str(flags) not in machine.said()[0].split()
+
+
+def test_what_has_no_address_is_not_aligned(machine: Machine) -> None:
+    read = TensorMap("a", 0, 0, "bf16", 2, ("8", "8"), ("8", "1"), (8, 8))
+    k = machine.build([source(), source("l", parts=[Part("part0", "1", maps=(read,))])]).wait()
+    k["k"]([0, 32], [])
+    assert machine.built[-1] == ("l", Facts(True, 0))
+    k["l"]([0, 32], [])
+    assert machine.built[-1] == ("l", Facts(False, 0))
 
 
 def test_scratch_of_the_compiler_follows_the_workspace(machine: Machine) -> None:

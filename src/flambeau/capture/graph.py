@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.fx as fx
 from flambeau.errors import GuessedShapeError, UnsupportedError
 from flambeau.ir import build
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.dtypes import SUPPORTED, is_float
+from flambeau.ir.dtypes import FP8, SUPPORTED, is_float
 from flambeau.ir.expr import const, walk
 from flambeau.ir.index import Sym
 from flambeau.ir.nodes import Buffer, Extern, Fetch, Graph, Host, Library, Node, Scan, Scatter, Send, Value
@@ -342,8 +342,11 @@ class Lowering:
                        for values in ([a.meta.get("val") for a in n.all_input_nodes], [n.meta.get("val")]))
         if self.g.policy.exact and not is_exact(target, self.g.policy.kernels, {t.dtype for t in (*given, *made)}):
             return False
-        return all(supported(t) and (t.device == self.device or movable(t)) for t in given) and all(
-            supported(t) and t.device == self.device for t in made) and eager_has_kernel(
+        dtypes = SUPPORTED
+        if is_view(target) or facts(target).takes_fp8:
+            dtypes |= self.g.capabilities.dtypes & FP8
+        return all(supported(t, dtypes) and (t.device == self.device or movable(t)) for t in given) and all(
+            supported(t, dtypes) and t.device == self.device for t in made) and eager_has_kernel(
                 target, n.args, n.kwargs, self.device)
 
     def settle(self, n: fx.Node, out: Any) -> Any:
@@ -487,6 +490,6 @@ def computes_nothing(n: fx.Node) -> bool:
     return not is_view(n.target) and (any(given) or (all(made) and bool(made)))  # of a list, some may have elements
 
 
-def supported(t: torch.Tensor) -> bool:
+def supported(t: torch.Tensor, dtypes: Set[torch.dtype]) -> bool:
     """Whether its memory holds its values: a negated view (of a conjugate's imaginary part) holds their opposites."""
-    return t.dtype in SUPPORTED and t.layout is torch.strided and not t.is_quantized and not t.is_neg()
+    return t.dtype in dtypes and t.layout is torch.strided and not t.is_quantized and not t.is_neg()

@@ -40,8 +40,31 @@ class KernelSource:
     title: str = ""  # the name of the function: what it computes, for profilers, reports and errors
 
 
-# A line of a block kernel that has one form for pointers that are multiples of 16 bytes, and one for others.
-ALIGNED, UNALIGNED = "ALIGNED = tl.constexpr(True)", "ALIGNED = tl.constexpr(False)"
+# A line of a block kernel that takes its tensor maps from the host, and the same line where it makes them itself.
+HOSTED, UNHOSTED = "HOSTED = tl.constexpr(True)", "HOSTED = tl.constexpr(False)"
+FLAGS = 4096  # by which programs of a kernel may tell each other what is done
+WORKSPACE = -1  # of a tensor map: the pointer is that of the workspace
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor whose tiles the copy engine of an NVIDIA GPU moves: an argument of the kernel that describes it.
+
+    It is None where the engine cannot read there: where a pointer is no multiple of 16 bytes, or one of the sizes `even`
+    is not divisible by 16. The contiguous dimension comes last."""
+
+    name: str
+    pointer: int  # which of the kernel's, or WORKSPACE
+    start: int  # elements from there on
+    kind: str  # Triton's type of an element: "bf16"
+    itemsize: int
+    shape: tuple[str, ...]  # Python expressions over the sizes
+    steps: tuple[str, ...]  # in elements
+    block: tuple[int, ...]
+    even: int = 0  # bits, one for each size
+
+    def there(self, aligned: bool, sizes: int) -> bool:
+        return aligned and sizes & self.even == self.even
 
 
 @dataclass(frozen=True)
@@ -51,6 +74,9 @@ class Part:
     function: str
     grid: str  # a Python expression over the sizes n0, n1, ... and `units`, the processors of the device
     warps: int = 4
+    maps: tuple[TensorMap, ...] = ()
+    # It waits for what is before it on its stream by itself (`fl.wait`), so that it may be launched before that is done.
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,10 +84,11 @@ class BlockSource:
     """One kernel in Triton: a module with functions that are launched one after the other,
 
         @triton.jit
-        def part0(p0, p1, ..., n0, n1, ..., work, bad): ...
+        def part0(p0, p1, ..., n0, n1, ..., work, flags, bad, map0, ...): ...
 
-    all with the same arguments: pointers; run-time sizes; `work`, a pointer to memory that is zero at the start of
-    the first part (only where `workspace` is given); `bad`, a pointer to one int64, into which a fault is stored.
+    with the same arguments: pointers; run-time sizes; `work`, a pointer to memory (only where `workspace` is given);
+    `flags`, a pointer to FLAGS words of 32 bits, which are zero before a launch and after it (only where it `signals`);
+    `bad`, a pointer to one int64, into which a fault is stored; then the part's own tensor maps.
     """
 
     name: str
@@ -80,6 +107,8 @@ class BlockSource:
     origins: tuple[str, ...] = ()  # the operators that it computes, then
     usual: int = 0  # bits: the sizes that were divisible by 16 when the graph was captured
     words: int = 0  # bits: the sizes that are just numbers, whose values say nothing of shapes and addresses
+    cleared: bool = True  # the workspace is zero when the first part begins
+    signals: bool = False  # programs tell each other of what they wrote
     binary: bytes | None = None
     title: str = ""
 

@@ -20,6 +20,7 @@ from .nodes import (
     Graph,
     Host,
     Pointwise,
+    Ragged,
     Reduce,
     Scan,
     Scatter,
@@ -104,16 +105,25 @@ def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,
 
 
 def contract(shape: Sequence[IndexLike], depth: Sequence[IndexLike], left: Body, right: Body, dtype: DType,
-             kind: str = "product") -> Value:
-    """The value of `shape` that sums left(i) * right(i) over `depth`, whose indices come last in i; in `dtype`."""
+             kind: str = "product", promoted: int = 0,
+             ragged: tuple[int, Sym | int, Callable[[Index], Expr]] | None = None) -> Value:
+    """The value of `shape` that sums left(i) * right(i) over `depth`, whose indices come last in i; in `dtype`.
+
+    See `Contract` for `promoted`, and for what is `ragged`: the place of the variable, the part, or its place, and where
+    a part ends."""
     g = graph()
     kept = [as_index(n) for n in shape]
     vars = dim_vars((*kept, *depth))
     i = as_indices(vars)
     factors = Expr("mul", dtype, (cast(left(i), dtype), cast(right(i), dtype)))
-    buffer = g.add_buffer(kept, dtype)
+    buffer, in_parts = g.add_buffer(kept, dtype), None
+    if ragged is not None:
+        place, part, ends = ragged
+        part = vars[part] if isinstance(part, int) else part
+        in_parts = Ragged(vars[place], part, ends(as_index(part)))
     return g.add(Contract((buffer.name,), vars, frozenset(range(len(kept), len(vars))), simple_combine("sum", dtype),
-                          (factors,), origin=_origin.get(), tf32=kind in g.capabilities.tf32))[0]
+                          (factors,), origin=_origin.get(), tf32=kind in g.capabilities.tf32, promoted=promoted,
+                          ragged=in_parts))[0]
 
 
 def _several(e: Expr | tuple[Expr, ...]) -> tuple[Expr, ...]:

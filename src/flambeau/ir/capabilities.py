@@ -46,6 +46,9 @@ class Capabilities:
     contracts: bool = False  # matrix products, convolutions and attention are kernels too; otherwise library calls
     # What tiles of a product can be made of, by units that multiply small numbers as they are; None: anything, widened.
     multiplies: frozenset[DType] | None = None
+    shares: bool = False  # programs of a product's kernel can wait for each other, and divide long sums among them
+    tile_tails: bool = False  # a product's kernel may have two sums, and reduce its results tile by tile
+    ragged: bool = False  # a product's rows or depth may come in parts whose ends are data
     tf32: frozenset[str] = frozenset()  # of "product" and "convolution": those whose float32 factors may be rounded
     tuning: Tuning = CPU  # the numbers by which loops are shaped
     # A number of the run, which comes as the bits of a double, can be read where doubles cannot be computed with.

@@ -13,6 +13,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 SUPPORTED = frozenset((*FLOATS, *INTS, *UNSIGNED, torch.bool))
+# Some machines have these as well, for factors of products and as what is stored: nothing else is computed with them.
+FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 
 
 def is_float(d: DType) -> bool:
@@ -28,8 +30,8 @@ def is_int(d: DType) -> bool:
 
 
 def opmath(d: DType) -> DType:
-    """The dtype in which ATen computes on values of dtype d: half and bfloat16 in float32."""
-    return torch.float32 if d in (torch.float16, torch.bfloat16) else d
+    """The dtype in which ATen computes on values of dtype d: smaller floats in float32."""
+    return torch.float32 if d in (torch.float16, torch.bfloat16) or d in FP8 else d
 
 
 def accumulator(d: DType) -> DType:

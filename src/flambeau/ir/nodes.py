@@ -256,19 +256,38 @@ class Segment(Reduce):
 
 
 @dataclass(frozen=True)
+class Ragged:
+    """One of a contraction's variables in parts, one for each value of `part`: each ends where `ends`, written over
+    `part`, says, and begins where the one before it does. Points beyond the last end are not computed.
+
+    `part` is a variable of its own that factors depend on; or one that is kept, where it is the sum that comes in parts."""
+
+    var: Sym
+    part: Sym
+    ends: Expr
+
+
+@dataclass(frozen=True)
 class Contract(Reduce):
     """A Reduce that sums products of two factors, most often with points that only one of them depends on: what both
-    read again and again is kept near by, in tiles. Matrix products and convolutions.
+    read again and again is kept near by, in tiles. Matrix products and convolutions. Two sums have a factor in common.
 
     What is computed from its result point by point joins it, and what its factors are computed from is part of them."""
 
     kind: ClassVar[str] = "contract"
     tf32: bool = field(default=False, kw_only=True)  # factors in float32 may be rounded to what tensor cores take
+    # What so many elements come to is added in the dtype of the sum, where tensor cores keep fewer digits of sums of
+    # small floats; 0: they may sum all.
+    promoted: int = field(default=0, kw_only=True)
+    ragged: Ragged | None = field(default=None, kw_only=True)
+
+    def exprs(self) -> tuple[Expr, ...]:
+        return self.inputs if self.ragged is None else (*self.inputs, self.ragged.ends)
 
     @property
     def factors(self) -> tuple[Expr, Expr] | None:
-        """None if one of them turned out to be a constant."""
-        e, = self.inputs
+        """Of the first sum; None if one of them turned out to be a constant."""
+        e = self.inputs[0]
         return (e.args[0], e.args[1]) if e.op == "mul" else None
 
     @property
@@ -280,6 +299,21 @@ class Contract(Reduce):
         real = {v for v in self.vars if v.extent is not ONE}
         kept = real.difference(self.reduced)
         return bool(kept & left - right and kept & right - left and real.intersection(self.reduced))
+
+
+@dataclass(frozen=True)
+class Partial(Reduce):
+    """A Reduce of what a contraction computes, in its kernel: where a variable is reduced, the results have one value for
+    some of its points, whose number the kernel chooses. `plain`: the same in a kernel of its own."""
+
+    kind: ClassVar[str] = "partial"
+    plain: Reduce
+
+
+def unscaled(factor: Expr) -> tuple[Expr, Expr | None]:
+    """What a machine multiplies for a factor, before it is widened; and what it is scaled by."""
+    core, scale = factor.args if factor.op == "mul" and factor.args[0].op == "cast" else (factor, None)
+    return (core.args[0] if core.op == "cast" else core), scale
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -221,6 +221,34 @@ class ScatterKernel(AnySize):
 
 
 @dataclass(frozen=True)
+class RaggedRole:
+    """Rows, columns or the depth in parts: `nodes.Ragged`."""
+
+    along: str  # "rows", "columns" or "depth"
+    part: Sym
+    ends: Expr
+
+
+class Product(NamedTuple):
+    """One more sum over the same points, with a factor of the first."""
+
+    name: str
+    left: Expr
+    right: Expr
+
+
+@dataclass(frozen=True)
+class TileReduction:
+    """A reduction of each tile's results along rows, columns or both, where a step between slots is given: a slot has
+    what a tile comes to, or nothing. `addresses`: of the first slots, one for each component."""
+
+    item: Item
+    rows: Index | None
+    columns: Index | None
+    addresses: tuple[Index, ...]
+
+
+@dataclass(frozen=True)
 class ContractKernel(AnySize):
     """For every point of batch, rows and columns: left * right summed over `depth`, and then `items`, one by one.
 
@@ -241,9 +269,22 @@ class ContractKernel(AnySize):
     origins: tuple[str, ...] = ()
     typical: tuple[tuple[Sym, int], ...] = ()
     tf32: bool = False  # factors in float32 may be rounded to what tensor cores take
+    ragged: RaggedRole | None = None
+    shares: bool = False  # programs may divide the steps of all tiles, and leave sums to each other
+    promoted: int = 0  # elements whose sum is added in float32, where tensor cores keep fewer digits; 0: all
+    more: tuple[Product, ...] = ()
+    reductions: tuple[TileReduction, ...] = ()
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return Product(self.name, self.left, self.right), *self.more
+
+    def factors(self) -> list[Expr]:
+        return [e for p in self.products for e in p[1:]]
 
     def everything(self) -> list[Expr]:
-        return [self.left, self.right, *exprs_of(self.items)]
+        return [*self.factors(), *exprs_of(self.items), *exprs_of(r.item for r in self.reductions),
+                *(() if self.ragged is None else (self.ragged.ends,))]
 
 
 CHUNK = 4096  # elements of a row that one block of a table has at most

@@ -42,9 +42,11 @@ class Tuning:
     split_piece: int = number(4096, "elements", "a shorter piece of a reduction is not worth a result of its own")
     split_row: int = number(4096, "elements", "the same of a row, of which a program has only one")
     split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
+    product_even: int = number(64, "elements", "pieces of a sum of products are multiples of it")
     split_more: int = number(4, "pieces", "fewer of one more variable are not worth cutting it")
     split_columns: int = number(64, "columns", "one program computes so many results side by side")
     asked: int = number(40, "questions", "whether a value is one's own: they take as long as to add one to memory")
+    factor_again: int = number(0, "rows or columns", "of a product for which a factor is computed, not written and read")
     table_launches: int = number(4, "launches", "fewer of one form are not worth a table")
     worker_side: int = number(64, "rows or columns", "the part of a matrix product that is worth a worker")
     worker_depth: int = number(512, "elements", "a shorter piece of a long product is not worth a result of its own")
@@ -58,6 +60,8 @@ class Tuning:
     expensive_combine: int = number(16, "operations", "of a scan: a cheaper step waits for memory, not for itself")
     scan_side_by_side: int = number(8, "rows", "that a scan takes together, so that no step waits for the one before")
     # Products of a library. The times are those of an H200, in bfloat16, with a vocabulary of 50257.
+    factor_again: int = number(128, "rows or columns", "of a product for which a factor is computed, not written and "
+                                                       "read: one tile or two have it")
     product_line: int = number(0, "bytes", "of which the lines of all matrices are multiples, or another kernel takes "
                                            "the product; 0: no matter")
     product_rate: int = number(600_000, "operations of 16 bits a nanosecond", "of a product whose lines are multiples")
@@ -281,14 +285,15 @@ class BlockTuning(Tuning):
     processors: int = number(132, "processors", "of an H200, each of which holds a program or a few")
     shared_most: int = number(227 << 10, "bytes", "of shared memory that one processor has for its programs")
     threads_most: int = number(512, "threads", "of one processor that all have registers for sums")
-    tile_reads: int = number(70, "products", "that take as long as to read one element of a tile's row or column: a "
-                                             "processor computes 5.3 TFLOP/s, and reads 75 GB/s of the cache")
-    engine_start: int = number(3_500_000, "products", "that take as long as to tell the copy engine of matrices")
+    tile_reads: int = number(44, "bytes", "that a processor reads of the cache in a cycle")
+    tile_start: int = number(2600, "cycles", "until the first step of a tile has its factors, and to write results")
+    step_start: int = number(60, "cycles", "of a step in which nothing is multiplied")
+    share_start: int = number(1500, "cycles", "to tell another program of a sum, and to hear of it")
+    product_even: int = number(128, "elements", "pieces of a sum of products are multiples of the depth of every tile")
     worker_depth: int = number(256, "elements", "of the depth of a piece: four steps of a tile, which hide its start")
     split_most: int = number(64, "pieces", "of a sum: each of its results is read so often when they are joined")
-    join_start: int = number(4_000_000, "products", "that take as long as to launch one more kernel: 1.5 microseconds")
-    join_element: int = number(5, "products", "that take as long as to write a sum of 4 bytes and to read it again, "
-                                              "where all processors share 4 TB/s")
+    join_start: int = number(3000, "cycles", "to launch one more kernel")
+    join_elements: int = number(400, "sums", "of 4 bytes that are written and read again in a cycle by all processors")
     # ---- scatters
     tap_values: int = number(4, "values", "of one variable that is written out")
     taps: int = number(16, "values", "of all variables that are written out")
@@ -307,10 +312,10 @@ class BlockTuning(Tuning):
         """The number with which the fastest tile is done first, what joins the pieces included."""
         most = min(self.split_most, depth // self.worker_depth) if rows * columns * batch else 0
 
-        def cost(pieces: int) -> int:
-            join = self.join_start + rows * columns * batch * pieces * self.join_element
-            each = -(-depth // (pieces * self.split_even)) * self.split_even
-            return min(t.cost((rows, columns, each, batch * pieces), itemsize) for t in TILES) + join * (pieces > 1)
+        def cost(pieces: int) -> float:
+            join = self.join_start + rows * columns * batch * pieces / self.join_elements
+            each = -(-depth // (pieces * self.product_even)) * self.product_even
+            return min(Way(t).cost((rows, columns, each, batch * pieces), itemsize) for t in TILES) + join * (pieces > 1)
 
         return min(range(1, most + 1), key=cost, default=1)
 
@@ -328,31 +333,56 @@ class ProductTile:
     such pieces are on their way, and warps. Tiles go through `group` rows of tiles together, which share columns."""
 
     high: int
-    wide: int
+    wides: tuple[int, ...]  # columns, in parts with sums of their own
     deep: int
     stages: int
     warps: int
-    parts: int = 1  # of the columns, in which the sums are finished one after the other
-    engine: bool = True  # what is read comes by the copy engine where it can, and not by pointers
     group: int = 8
+    least_steps: int = 4  # of a program, where they are divided among as many as there can be
+
+    @property
+    def wide(self) -> int:
+        return sum(self.wides)
 
     def shared(self, itemsize: int) -> int:
         """Bytes of shared memory."""
         return self.stages * (self.high + self.wide) * max(self.deep, 16 * itemsize)
 
-    def cost(self, sizes: Sequence[int], itemsize: int) -> int:
-        """Of a product, in products of one processor: programs take turns, and each computes, or waits for reads."""
-        rows, columns, depth, batch = sizes
-        tiles, each = -(-rows // self.high) * -(-columns // self.wide) * batch, self.resident(itemsize)
-        turns = max(1, -(-tiles // (each * BLOCKS.processors)) * each if tiles > each * BLOCKS.processors
-                    else -(-tiles // BLOCKS.processors))
-        step = max(self.high * self.wide, BLOCKS.tile_reads * (self.high + self.wide))
-        return turns * depth * step + (BLOCKS.engine_start if self.engine else 0)
-
     def resident(self, itemsize: int) -> int:
         """Programs on one processor at once."""
         return max(1, min(BLOCKS.shared_most // self.shared(itemsize),
                           BLOCKS.threads_most // (BLOCKS.warp * self.warps)))
+
+
+WAYS = ("once", "turns", "shares")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A tile, and who sums which: codegen/triton/contractions.py."""
+
+    tile: ProductTile
+    how: str = "once"
+
+    def cost(self, sizes: Sequence[int], itemsize: int) -> float:
+        """Of a product, in cycles."""
+        rows, columns, depth, batch = sizes
+        t, units = self.tile, BLOCKS.processors
+        tiles, resident = -(-rows // t.high) * -(-columns // t.wide) * batch, t.resident(itemsize)
+        deep = max(t.deep // itemsize, 16)
+        steps = -(-depth // deep)
+        step = max(t.high * t.wide * t.deep / 4096, (t.high + t.wide) * t.deep / BLOCKS.tile_reads) + BLOCKS.step_start
+        once = BLOCKS.tile_start + t.high * t.wide * 2 / BLOCKS.tile_reads
+        if self.how == "once":
+            each = -(-tiles // units)
+            return each * steps * step + -(-each // resident) * once
+        if self.how == "turns":
+            return -(-tiles // units) * (steps * step + once / 4) + once + BLOCKS.step_start
+        programs = max(min(resident * units, tiles * steps // t.least_steps), min(resident * units, tiles), 1)
+        each = -(-tiles * steps // programs) * -(-programs // units)
+        left = t.high * t.wide * 4 / BLOCKS.tile_reads
+        others = max(1, programs // max(tiles, 1) - 1)
+        return each * step + 2 * once + (BLOCKS.share_start + left * (1 + others) if tiles % programs else 0)
 
 
 CPU = CpuTuning()
@@ -363,12 +393,10 @@ BLOCKS = BlockTuning()
 
 # What was fastest somewhere among 24 forms on an H200 (12 shapes, bfloat16); the first is as fast as cuBLAS from 4096
 # rows, columns and depth on.
-TILES = (ProductTile(128, 256, 128, 3, 8), ProductTile(128, 256, 128, 4, 8, parts=2),
-         ProductTile(128, 256, 128, 3, 8, parts=2), ProductTile(128, 256, 128, 4, 8), ProductTile(128, 128, 128, 4, 4),
-         ProductTile(128, 128, 128, 4, 8), ProductTile(256, 128, 128, 3, 8), ProductTile(64, 128, 128, 4, 4),
-         ProductTile(64, 64, 128, 5, 4), ProductTile(64, 128, 128, 4, 4, engine=False),
-         ProductTile(64, 64, 256, 3, 4, engine=False), ProductTile(64, 32, 256, 4, 4, engine=False),
-         ProductTile(64, 16, 256, 4, 4, engine=False))
+TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 3, 8), ProductTile(128, (128,), 128, 4, 4),
+         ProductTile(128, (128,), 128, 4, 8), ProductTile(256, (128,), 128, 3, 8), ProductTile(128, (128, 64), 128, 4, 8),
+         ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4), ProductTile(64, (64,), 256, 3, 4),
+         ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4))
 
 # ---- block shapes around those of the table ----------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import torch
 
 from .expr import OPS, SMALL_FLOATS, Expr, walk
 from .index import Sym
-from .nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value, describe
+from .nodes import Contract, Extern, Graph, Node, Partial, Pointwise, Reduce, Scan, Scatter, Segment, Value, describe
 
 
 class VerificationError(AssertionError):
@@ -39,6 +39,7 @@ def verify(graph: Graph, when: str = "") -> None:
 
 def _verify_exprs(graph: Graph, n: Node, sizes: set[Sym], fail) -> None:  # type: ignore[no-untyped-def]
     allowed = set(sizes)
+    n = n.plain if isinstance(n, Partial) else n
     if isinstance(n, (Pointwise, Reduce, Scan)):
         allowed |= set(n.vars)
         shape = tuple(v.size for v in (n.kept if isinstance(n, Reduce) else n.vars))
@@ -51,6 +52,8 @@ def _verify_exprs(graph: Graph, n: Node, sizes: set[Sym], fail) -> None:  # type
             fail(n, f"scatter mode {n.mode!r} does not exist")
         if n.value.dtype is not n.init.dtype:
             fail(n, f"scatters {n.value.dtype} into {n.init.dtype}")
+    if isinstance(n, Contract) and n.ragged is not None:
+        allowed.add(n.ragged.part)
     for e in n.exprs():
         loose = e.symbols() - allowed
         if loose:

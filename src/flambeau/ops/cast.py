@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import SUPPORTED, DType
+from flambeau.ir.expr import Expr, cast, unary, where
 from flambeau.ir.nodes import Value
 from flambeau.ops.facts import EVERYWHERE, describe, of_family
 from flambeau.ops.registry import load_at, lower
@@ -17,14 +19,28 @@ aten = torch.ops.aten
 of_family(exact=EVERYWHERE)
 
 
-@lower(aten._to_copy, prims.convert_element_type)
+@lower(aten._to_copy, prims.convert_element_type, takes_fp8=True)
 def to_copy(x: Value, dtype: DType | None = None, **place: Any) -> Value:
-    if dtype is not None and dtype not in SUPPORTED:
+    if dtype is not None and dtype not in build.graph().capabilities.dtypes | SUPPORTED:
         return NotImplemented
-    return build.pointwise(x.shape, x.load, dtype)
+    return build.pointwise(x.shape, lambda i: rounded(x.load(i), dtype or x.dtype))
 
 
-@lower(aten.clone, exact=EVERYWHERE, same=True, strides="preserved")
+@cache
+def overflows() -> bool:
+    """Whether torch makes NaN of what is too large for float8_e4m3fn, as releases before 2.13 do; others have the largest
+    number there, as machines have."""
+    return bool(torch.tensor(1e3).to(torch.float8_e4m3fn).float().isnan())
+
+
+def rounded(x: Expr, dtype: DType) -> Expr:
+    if dtype is torch.float8_e4m3fn and x.dtype is not dtype and overflows():
+        x = cast(x, torch.float32)
+        x = where(unary("abs", x) > 464, float("nan"), x)  # the middle between the largest number and the next one
+    return cast(x, dtype)
+
+
+@lower(aten.clone, exact=EVERYWHERE, same=True, strides="preserved", takes_fp8=True)
 def clone(x: Value, **layout: Any) -> Value:
     return build.pointwise(x.shape, x.load)
 
@@ -33,7 +49,7 @@ describe(aten._to_copy, strides="preserved")
 describe(aten.copy.default, copies_storage=True, strides="copied storage")
 
 
-@lower(aten.copy, exact=EVERYWHERE)
+@lower(aten.copy, exact=EVERYWHERE, takes_fp8=True)
 def copy(x: Value, source: Value, non_blocking: bool = False) -> Value:
     """x overwritten by the source, which is broadcast and cast to it."""
-    return build.pointwise(x.shape, lambda i: load_at(source, i), x.dtype)
+    return build.pointwise(x.shape, lambda i: rounded(load_at(source, i), x.dtype))

@@ -10,7 +10,7 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import accumulator, is_bool, is_float, opmath, promote
 from flambeau.ir.expr import Expr, Scalar, cast, index_value, lift
-from flambeau.ir.index import Index, as_index
+from flambeau.ir.index import Index, Sym, as_index
 from flambeau.ir.nodes import Value
 from flambeau.ops.registry import load_at, lower, operand
 
@@ -148,3 +148,31 @@ def trilinear(x: Value, y: Value, z: Value, expand1: Sequence[int], expand2: Seq
     total = build.contract([sizes.get(d, one) for d in kept], [sizes.get(d, one) for d in sumdim],
                            lambda i: at(*given[0], i) * at(*given[1], i), lambda i: at(*given[2], i), wide)
     return build.pointwise(total.shape, lambda i: total.load(i), x.dtype)
+
+
+@lower(aten._grouped_mm.default, library=True, needs="ragged", ends=2)
+def grouped_mm(a: Value, b: Value, offs: Value | None = None, bias: Value | None = None, out_dtype: Any = None) -> Any:
+    """Products of parts of one dimension, which end where `offs` says: of the rows or columns, each with a matrix of its
+    own, or of what is summed, for each of which there is a result."""
+    dtype = out_dtype or a.dtype
+    if offs is None or bias is not None or not build.contracts() or a.dtype is not b.dtype or dtype is not a.dtype:
+        return NotImplemented
+    if not offs.shape[0].is_const or any(n is as_index(1) for v in (a, b) for n in v.shape):  # one value is no variable
+        return NotImplemented
+    parts, wide = Sym("part", offs.shape[0]), accumulator(a.dtype)
+
+    def ends(part: Index) -> Expr:
+        return offs.load((part,))
+
+    def matrix(v: Value, *i: Index) -> Expr:
+        return v.load(i if v.rank == 2 else (parts, *i))
+
+    if a.rank == b.rank == 2:
+        total = build.contract((offs.shape[0], a.shape[0], b.shape[1]), a.shape[1:], lambda i: a.load((i[1], i[3])),
+                               lambda i: b.load((i[3], i[2])), wide, ragged=(3, 0, ends))
+    elif a.rank != b.rank:
+        total = build.contract((a.shape[-2], b.shape[-1]), a.shape[-1:], lambda i: matrix(a, i[0], i[2]),
+                               lambda i: matrix(b, i[2], i[1]), wide, ragged=(int(a.rank == 3), parts, ends))
+    else:
+        return NotImplemented
+    return build.pointwise(total.shape, total.load, dtype)

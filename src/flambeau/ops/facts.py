@@ -53,10 +53,12 @@ class Facts:
     needs: str | None = None  # the one of `Capabilities` without which its lowering is not used
     reads_memory: bool = False  # what it returns depends on how its first argument lies in memory
     exact: Exact = dataclasses.field(default_factory=dict)  # where its lowering, or decomposition, has eager's bits
+    takes_fp8: bool = False  # its lowering knows the small floats of 8 bits, where the machine has them
     library: bool = False  # a machine's library computes it, where it has one and no lowering takes the call
     # On GPUs the library takes its last step in a kernel of its own: the arguments without it, and the step; or None.
     last_step: Callable[..., tuple[tuple[Any, ...], Callable[[Any], Any]] | None] | None = None
     factors: int | None = None  # of a product of matrices: the place of the first of two arguments that it multiplies
+    ends: int | None = None  # of such products for parts of a dimension: the place of the argument that says where they end
     contracts: bool = False  # a sum of products, mostly a library's: no kernel reaches across it
     number: str | int | None = None  # an argument for which Dynamo would write it out in others, if it is a number
     out: OpOverload | None = None  # the form that writes into memory of the program

@@ -92,7 +92,8 @@ def in_place(k: Kernel, name: str, new: str) -> Kernel | None:
         return held(k, name, new) if reads_before_write(k, name, new) else None
     if isinstance(k, ContractKernel):
         writer = next(t for t, i in enumerate(k.items) if new in i.names)
-        inside = loads(k.left, k.right, *(e for i in k.items[writer + 1:] for e in i.exprs))
+        inside = loads(*k.factors(), *(e for i in k.items[writer + 1:] for e in i.exprs),
+                       *(e for r in k.reductions for e in r.item.exprs))
         after = loads(*(e for i in k.items for e in i.exprs))
         at = dict(k.stores)[new]
         return None if any(e.attr[0] == name for e in inside) or any(

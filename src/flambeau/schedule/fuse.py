@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index, volume
-from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Segment
+from flambeau.ir.nodes import Contract, Extern, Graph, Node, Partial, Pointwise, Reduce, Segment
 
 MOST_MEMBERS = 48
 MOST_BUFFERS = 48
@@ -85,6 +85,8 @@ def fuse(graph: Graph) -> list[Group | Single]:
             beside = {q for r in reads if r in home for m in groups[home[r]].nodes for name in m.names
                       for q in near[name][-MOST_NEAR:] if q >= max(first, 0)} if is_small(n.vars, n) else set()
             place = _find(groups, n, reads, sorted(known | beside), sizes, beside)
+        if place is None and isinstance(n, Partial):
+            n, reads = n.plain, n.plain.reads()
         if place is None:
             if isinstance(n, (Pointwise, Reduce)):
                 g = Group(len(groups), tuple(v.size for v in n.vars if v.size is not ONE))
@@ -258,7 +260,8 @@ def _map(sizes: tuple[Index, ...], vars: list[Sym], fine: tuple[Index, ...], tar
 def _join(g: Group, n: Node) -> Joined | None:
     """How n would join, or None. Nothing is changed yet."""
     assert isinstance(n, (Pointwise, Reduce))
-    if (g.segment is not None or g.is_contract) and not isinstance(n, Pointwise):
+    if (g.segment is not None or g.is_contract) and not isinstance(n, (Pointwise, Partial)) \
+            or isinstance(n, Partial) and not g.is_contract:
         return None
     if any(map(has_windows, g.nodes)) if isinstance(n, Reduce) else g.axes is not None and has_windows(n):
         return None
@@ -268,7 +271,7 @@ def _join(g: Group, n: Node) -> Joined | None:
         if g.members:
             return None
         return _try(g, n, real, sizes, g.fine, frozenset(real.index(v) for v in n.reduced if v in real), "full")
-    if isinstance(n, Reduce):
+    if isinstance(n, Reduce) and not isinstance(n, Partial):
         fine = refine(g.fine, sizes)
         if fine is None:
             return None
@@ -354,8 +357,9 @@ def _commit(g: Group, n: Node, reads: set[str], j: Joined) -> None:
     g.reads |= reads
     if isinstance(n, Segment):
         g.segment = n
-    kept = n.kept if isinstance(n, Reduce) else n.vars  # type: ignore[attr-defined]
-    at = tuple(ZERO if v.size is ONE else j.mapping[v] for v in kept)
+    kept = n.kept if isinstance(n, Reduce) and not isinstance(n, Partial) else n.vars  # type: ignore[attr-defined]
+    slots = n.reduced if isinstance(n, Partial) else ()
+    at = tuple(ZERO if v.size is ONE or v in slots else j.mapping[v] for v in kept)
     level = "outer" if isinstance(n, Reduce) else j.level
     for name in n.names:
         g.written[name] = (at, level)

@@ -20,7 +20,7 @@ from flambeau.ir.cost import SIMPLE, cost_of
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import OPS, Expr, held, index_children, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, about, as_index, volume
-from flambeau.ir.nodes import Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
+from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 from flambeau.ir.tuning import Tuning
 
 from .rewrites.one_hot import picked
@@ -167,7 +167,7 @@ def _inline_into(n: Node, graph: Graph, caps: Capabilities, bodies: dict[str, Bo
                 samples[e.attr[0]] += new
                 continue
             once = any(symbols <= d and all(v in symbols or v.size is ONE for v in d) for d in domains)
-            repeated = not once
+            repeated = not (once or is_factor(bodies[e.attr[0]], n, symbols, graph, caps.tuning))
             inner_only[e.attr[0]] = inner_only.get(e.attr[0], False) or repeated
     chosen: set[str] = set()
     budget, depth = len(everything), depth_of(everything)
@@ -202,6 +202,21 @@ def _inline_into(n: Node, graph: Graph, caps: Capabilities, bodies: dict[str, Bo
     made = map_exprs(n, lambda e: rewrite(e, put, None, memo))
     origins = dict.fromkeys(o for name in seen if name in chosen for o in bodies[name].node.origins)
     return replace(made, inlined=(*origins, *n.inlined))
+
+
+def is_factor(b: Body, n: Node, symbols: Set[Sym], graph: Graph, t: Tuning) -> bool:
+    """Whether a factor of a product is better computed as it is read: by few tiles, and from fewer bytes than it has
+    itself, as a dequantised weight is."""
+    if not isinstance(n, Contract) or b.cost > t.cheap_beside_memory:
+        return False
+    again = about(volume(v for v in n.kept if v not in symbols), graph.typical, t.factor_again + 1)
+    points = sum(e.dtype.itemsize for e in walk(b.expr) if e.op == "load" and is_sized(e, b.node))
+    return again <= t.factor_again and points <= b.expr.dtype.itemsize
+
+
+def is_sized(read: Expr, n: Pointwise) -> bool:
+    """Whether it reads another element for each point."""
+    return all(v in read.symbols() for v in n.vars if v.size is not ONE)
 
 
 def are_few(asked: int, points: int) -> bool:
@@ -290,6 +305,8 @@ def map_exprs(n: Node, fn) -> Node:  # type: ignore[no-untyped-def]
         return replace(n, body=fn(n.body))
     if isinstance(n, Segment):
         return replace(n, inputs=tuple(map(fn, n.inputs)), lo=fn(n.lo), hi=fn(n.hi))
+    if isinstance(n, Contract) and n.ragged is not None:
+        return replace(n, inputs=tuple(map(fn, n.inputs)), ragged=replace(n.ragged, ends=fn(n.ragged.ends)))
     if isinstance(n, (Reduce, Scan)):
         return replace(n, inputs=tuple(map(fn, n.inputs)))
     if isinstance(n, Scatter):

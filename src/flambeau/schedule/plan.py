@@ -157,7 +157,7 @@ def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, see
     for g in groups:
         kernel: Kernel
         if isinstance(g, Group) and g.is_contract:
-            kernel = shape_contract(g, graph.buffers, stored, caps.tuning, graph.typical)
+            kernel = shape_contract(g, graph.buffers, stored, caps.tuning, graph.typical, caps.shares)
         elif isinstance(g, Group):
             kernel, extra = shape_group(g, graph.buffers, stored, caps, graph.typical, graph.policy.exact)
             stored |= extra

@@ -16,6 +16,7 @@ from flambeau.ir.nodes import (
     Contract,
     Graph,
     Node,
+    Partial,
     Pointwise,
     Reduce,
     Segment,
@@ -36,7 +37,7 @@ def split_reductions(graph: Graph, caps: Capabilities) -> None:
     nodes: list[Node] = []
     done: set[str] = set()
     for n in graph.nodes:
-        if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)):
+        if not isinstance(n, Reduce) or isinstance(n, (Contract, Partial, Segment)):
             nodes.append(n)
         elif alike and alike[whole_row(graph, n)] >= caps.tuning.table_launches:
             nodes += in_blocks(graph, n)
@@ -67,7 +68,7 @@ def sums_and_largest(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
 
 def whole_row(graph: Graph, n: Node) -> Hashable:
     """What a reduction of all elements of tensors in one order does to them; None if it is something else."""
-    if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)) or graph.policy.exact \
+    if not isinstance(n, Reduce) or isinstance(n, (Contract, Partial, Segment)) or graph.policy.exact \
             or not all(v.size.is_const for v in n.vars):
         return None
     if any(v.size is not ONE for v in n.kept) or int(volume(n.reduced)) > CHUNK**2:

@@ -27,7 +27,23 @@ struct Driver {
   Result (*memset)(unsigned long long, unsigned char, size_t, Handle);
   Result (*launch)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**,
                    void**);
+  Result (*launch_early)(const struct Config*, Handle, void**, void**);
+  Result (*describe)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*,
+                     int, int, int, int);
 } driver;
+
+// CUlaunchConfig, with one attribute: programmatic stream serialization.
+struct Attribute {
+  int id, unused;
+  int64_t value[8];
+};
+struct Config {
+  unsigned grid[3], block[3], shared;
+  Handle stream;
+  const Attribute* attributes;
+  unsigned count;
+};
+constexpr Attribute kEarly = {6, 0, {1}};
 
 constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kUsualShared = 48 << 10;
@@ -37,6 +53,7 @@ constexpr unsigned kPortableMapped = 3;  // CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOS
 PyObject* current_device = nullptr;  // () -> index
 PyObject* current_stream = nullptr;  // (index) -> address
 PyObject* workspace = nullptr;       // (index, stream, bytes) -> address
+PyObject* flags = nullptr;           // (index, stream) -> address of words that are zero between launches
 
 // Kernels report faults in memory of the host that the GPU can write: a place for each kernel that checks anything, as
 // long as there are places; the first is for all the others. They are read before the next launch, without waiting.
@@ -69,8 +86,8 @@ bool enter(int device) {
 
 PyObject* open_driver(PyObject*, PyObject* args) {
   const char* path;
-  PyObject *device, *stream, *memory;
-  if (!PyArg_ParseTuple(args, "sOOO", &path, &device, &stream, &memory)) return nullptr;
+  PyObject *device, *stream, *memory, *words;
+  if (!PyArg_ParseTuple(args, "sOOOO", &path, &device, &stream, &memory, &words)) return nullptr;
   void* library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) return PyErr_Format(PyExc_OSError, "%s", dlerror());
   const Symbol wanted[] = {
@@ -87,11 +104,14 @@ PyObject* open_driver(PyObject*, PyObject* args) {
       {"cuMemHostGetDevicePointer_v2", &driver.device_pointer},
       {"cuMemsetD8Async", &driver.memset},
       {"cuLaunchKernel", &driver.launch},
+      {"cuLaunchKernelEx", &driver.launch_early},
+      {"cuTensorMapEncodeTiled", &driver.describe},
   };
   if (!find_symbols(library, path, wanted)) return nullptr;
   Py_XSETREF(current_device, Py_NewRef(device));
   Py_XSETREF(current_stream, Py_NewRef(stream));
   Py_XSETREF(workspace, Py_NewRef(memory));
+  Py_XSETREF(flags, Py_NewRef(words));
   if (faults != nullptr) Py_RETURN_NONE;
   Owned index(PyObject_CallNoArgs(current_device));
   if (!index) return nullptr;
@@ -128,10 +148,35 @@ PyObject* load(PyObject*, PyObject* args) {
 
 // ---------------------------------------------------------------------------------------------------- Launch
 
+constexpr size_t kRank = 5;  // of a tensor that the copy engine moves tiles of, at most
+
+// What the compiler says of a tensor map.
+struct Block {
+  size_t number;  // among the part's
+  int dtype, swizzle;
+  std::vector<uint32_t> sides;  // innermost first
+};
+
+// What a call's sizes say of it.
+struct Tensor {
+  int64_t pointer, start;  // which of the kernel's, -1 for the workspace; in bytes
+  size_t rank;
+  uint64_t shape[kRank], steps[kRank];  // innermost first; steps in bytes, the first of which is an element
+};
+
+// A tensor map with the arguments that go with it: shape and steps, outermost first.
+struct alignas(64) Map {
+  char words[128];
+  int32_t shape[kRank];
+  int64_t steps[kRank];
+};
+
 struct Part {
   Handle function;
   unsigned threads, shared;
   size_t scratch;  // bytes for each program
+  bool waits;      // for what is before it, by itself
+  std::vector<Block> blocks;
 };
 
 // What code may assume; see Facts in triton_compile.py.
@@ -159,6 +204,7 @@ struct Grid {
 struct Shape {
   std::vector<int64_t> sizes;
   std::vector<Grid> grids;
+  std::vector<std::vector<Tensor>> tensors;  // of each part
   size_t work;
   bool wide;
 };
@@ -168,13 +214,16 @@ struct Kernel {
   Shapes<Shape> shapes;
   size_t place = 0;  // among the faults
   uint64_t words = 0;  // bits: the sizes that are just numbers
+  bool cleared = true;  // its workspace begins as zeros
+  bool signals = false;  // its programs use flags
 };
 
 struct Launch {
   LaunchHead head;
   PyObject* shape;  // (*sizes) -> (workspace, wide, x, y, z of the first part, ...)
   PyObject* start;  // (device, aligned, sizes, wide): begin to compile
-  PyObject* make;   // (device, aligned, sizes, wide) -> ((function, warps, shared, scratch), ...)
+  PyObject* make;   // (device, aligned, sizes, wide) -> ((function, warps, shared, scratch, waits, ...), ...)
+  PyObject* maps;   // None, or (*sizes) -> (tensor maps of the first part, of each pointer, start, rank, shape, ...)
   Kernel* kernel;
 };
 
@@ -184,11 +233,16 @@ struct Work : Given<Launch> {
   const Variant* variant = nullptr;
   std::shared_ptr<const Shape> shape;
   size_t scratch = 0;
+  int64_t flags = 0;
 };
 
 Facts facts_of(const Work& work, int64_t device) {
   uint64_t bits = 0, sizes = 0;
-  for (size_t i = 0; i < work.pointer_count; ++i) bits |= static_cast<uint64_t>(work.p[i]);
+  // What has no elements may have no address either, and cannot be described to the copy engine.
+  const bool described = work.launch->maps != Py_None;
+  for (size_t i = 0; i < work.pointer_count; ++i) {
+    bits |= described && work.p[i] == 0 ? 1 : static_cast<uint64_t>(work.p[i]);
+  }
   for (size_t i = 0; i < work.size_count && i < 63; ++i) sizes |= uint64_t(work.n[i] % 16 == 0) << i;
   return {device, bits % 16 == 0, sizes & ~work.launch->kernel->words, work.shape->wide};
 }
@@ -216,14 +270,49 @@ const Variant* made(Launch* launch, const Facts& facts) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.get()); ++i) {
     Words words;
     if (!words.read(PyTuple_GET_ITEM(items.get(), i))) return nullptr;
-    if (words.count != 4) {
-      return PyErr_SetString(PyExc_ValueError, "a part is (function, warps, shared, scratch)"), nullptr;
+    if (words.count < 5) {
+      return PyErr_SetString(PyExc_ValueError, "a part is (function, warps, shared, scratch, waits, maps)"), nullptr;
     }
     variant->parts.push_back({reinterpret_cast<Handle>(words.data[0]), unsigned(32 * words.data[1]),
-                              unsigned(words.data[2]), size_t(words.data[3])});
+                              unsigned(words.data[2]), size_t(words.data[3]), words.data[4] != 0, {}});
+    for (Py_ssize_t at = 5; at < words.count; at += 1 + words.data[at]) {
+      const int64_t* block = words.data + at + 1;
+      if (words.data[at] < 4 || words.data[at] > int64_t(3 + kRank) || at + words.data[at] >= words.count) {
+        return PyErr_SetString(PyExc_ValueError, "a tensor map is (number, dtype, swizzle, sides)"), nullptr;
+      }
+      variant->parts.back().blocks.push_back({size_t(block[0]), int(block[1]), int(block[2]), {}});
+      for (int64_t k = words.data[at] - 1; k >= 3; --k) {
+        variant->parts.back().blocks.back().sides.push_back(uint32_t(block[k]));
+      }
+    }
   }
   launch->kernel->variants.push_back(std::move(variant));
   return launch->kernel->variants.back().get();
+}
+
+// The tensors of each part, for these sizes.
+bool tensors(const Work& work, Shape& shape) {
+  Words words;
+  if (!work.launch->kernel->shapes.ask(work.launch->maps, work, words)) return false;
+  Py_ssize_t at = 0;
+  for (size_t part = 0; part < shape.grids.size() && at < words.count; ++part) {
+    shape.tensors.emplace_back();
+    for (int64_t left = words.data[at++]; left > 0; --left) {
+      if (at + 3 > words.count || words.data[at + 2] < 1 || words.data[at + 2] > int64_t(kRank) ||
+          at + 3 + 2 * words.data[at + 2] > words.count) {
+        return PyErr_SetString(PyExc_ValueError, "a tensor is (pointer, start, rank, shape, steps)"), false;
+      }
+      Tensor tensor = {words.data[at], words.data[at + 1], size_t(words.data[at + 2]), {}, {}};
+      for (size_t k = 0; k < tensor.rank; ++k) {
+        tensor.shape[k] = uint64_t(words.data[at + 2 + tensor.rank - k]);
+        tensor.steps[k] = uint64_t(words.data[at + 2 + 2 * tensor.rank - k]);
+      }
+      shape.tensors.back().push_back(tensor);
+      at += 3 + 2 * Py_ssize_t(tensor.rank);
+    }
+  }
+  if (shape.tensors.size() == shape.grids.size() && at == words.count) return true;
+  return PyErr_SetString(PyExc_ValueError, "tensor maps are given for each part"), false;
 }
 
 std::shared_ptr<const Shape> shaped(const Work& work) {
@@ -240,7 +329,7 @@ std::shared_ptr<const Shape> shaped(const Work& work) {
   for (Py_ssize_t i = 2; i < words.count; i += 3) {
     shape->grids.push_back({unsigned(words.data[i]), unsigned(words.data[i + 1]), unsigned(words.data[i + 2])});
   }
-  return kernel.shapes.keep(work, std::move(shape));
+  return work.launch->maps == Py_None || tensors(work, *shape) ? kernel.shapes.keep(work, std::move(shape)) : nullptr;
 }
 
 // Bytes that the compiler asked for beside the workspace: the parts run one after the other and share them.
@@ -253,7 +342,33 @@ size_t scratch_of(const Work& work) {
   return most;
 }
 
-Result start(const Work& work, Handle stream, int64_t memory, std::vector<void*>& arguments) {
+// The tensor maps of a part, and pointers to them and to what goes with each.
+Result describe(const Work& work, size_t number, int64_t memory, std::vector<Map>& maps,
+                std::vector<void*>& arguments) {
+  const Part& part = work.variant->parts[number];
+  maps.resize(part.blocks.size());
+  for (size_t i = 0; i < part.blocks.size(); ++i) {
+    const Block& block = part.blocks[i];
+    const Tensor& tensor = work.shape->tensors[number][block.number];
+    Map& map = maps[i];
+    const uint32_t next[kRank] = {1, 1, 1, 1, 1};
+    int64_t address = (tensor.pointer < 0 ? memory : work.p[tensor.pointer]) + tensor.start;
+    // Neither interleaved nor filled with NaN; a read brings 128 bytes into the second-level cache.
+    Result result = driver.describe(map.words, block.dtype, unsigned(tensor.rank), reinterpret_cast<void*>(address),
+                                    tensor.shape, tensor.steps + 1, block.sides.data(), next, 0, block.swizzle, 2, 0);
+    if (result) return result;
+    arguments.push_back(map.words);
+    for (size_t k = 0; k < tensor.rank; ++k) {
+      map.shape[k] = int32_t(tensor.shape[tensor.rank - 1 - k]);
+      map.steps[k] = int64_t(tensor.steps[tensor.rank - 1 - k] / tensor.steps[0]);
+    }
+    for (size_t k = 0; k < tensor.rank; ++k) arguments.push_back(map.shape + k);
+    for (size_t k = 0; k < tensor.rank; ++k) arguments.push_back(map.steps + k);
+  }
+  return 0;
+}
+
+Result start(const Work& work, Handle stream, int64_t memory, std::vector<void*>& arguments, std::vector<Map>& maps) {
   // Triton passes its functions: the arguments as they stand in the text, then two pieces of memory that the compiler
   // may have asked for (the second for profiling, which nobody turned on). An int32 is the first half of an int64.
   int64_t space = memory, fault = int64_t(faults_on_device + work.launch->kernel->place * sizeof(int64_t));
@@ -262,16 +377,30 @@ Result start(const Work& work, Handle stream, int64_t memory, std::vector<void*>
   for (size_t i = 0; i < work.pointer_count; ++i) arguments.push_back(work.p + i);
   for (size_t i = 0; i < work.size_count; ++i) arguments.push_back(work.n + i);
   if (work.shape->work) arguments.push_back(&space);
-  arguments.insert(arguments.end(), {&fault, &scratch, &profile});
-  if (work.shape->work) {
+  int64_t words = work.flags;
+  if (words) arguments.push_back(&words);
+  arguments.push_back(&fault);
+  const size_t given = arguments.size();
+  if (work.shape->work && work.launch->kernel->cleared) {
     if (Result result = driver.memset(static_cast<unsigned long long>(memory), 0, work.shape->work, stream)) return result;
   }
   for (size_t i = 0; i < work.shape->grids.size(); ++i) {
     const Grid& grid = work.shape->grids[i];
     const Part& part = work.variant->parts[i];
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) continue;  // no points, nothing to do
-    Result result = driver.launch(part.function, grid.x, grid.y, grid.z, part.threads, 1, 1, part.shared, stream,
-                                  arguments.data(), nullptr);
+    arguments.resize(given);
+    if (!part.blocks.empty()) {
+      if (Result result = describe(work, i, memory, maps, arguments)) return result;
+    }
+    arguments.insert(arguments.end(), {&scratch, &profile});
+    Result result;
+    if (part.waits) {
+      Config how = {{grid.x, grid.y, grid.z}, {part.threads, 1, 1}, part.shared, stream, &kEarly, 1};
+      result = driver.launch_early(&how, part.function, arguments.data(), nullptr);
+    } else {
+      result = driver.launch(part.function, grid.x, grid.y, grid.z, part.threads, 1, 1, part.shared, stream,
+                             arguments.data(), nullptr);
+    }
     if (result) return result;
   }
   return 0;
@@ -321,6 +450,20 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
     if (work.shape->grids.size() != work.variant->parts.size()) {
       return PyErr_SetString(PyExc_ValueError, "a shape has a grid for each part"), false;
     }
+    for (size_t i = 0; i < work.variant->parts.size(); ++i) {
+      for (const Block& block : work.variant->parts[i].blocks) {
+        if (work.shape->tensors.size() <= i || block.number >= work.shape->tensors[i].size() ||
+            block.sides.size() != work.shape->tensors[i][block.number].rank) {
+          return PyErr_SetString(PyExc_ValueError, "a tensor map has a tensor of its rank"), false;
+        }
+      }
+    }
+    if (work.launch->kernel->signals) {
+      Owned address(PyObject_CallFunctionObjArgs(flags, index.get(), queue.get(), nullptr));
+      if (!address) return false;
+      work.flags = PyLong_AsLongLong(address.get());
+      if (work.flags == -1 && PyErr_Occurred()) return false;
+    }
     work.scratch = scratch_of(work);
     bytes = std::max(bytes, work.shape->work + work.scratch);
   }
@@ -334,9 +477,10 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
   Result result = 0;
   const Work* failed = nullptr;
   std::vector<void*> arguments;
+  std::vector<Map> maps;
   Py_BEGIN_ALLOW_THREADS
   for (const Work& work : works) {
-    result = start(work, stream, memory, arguments);
+    result = start(work, stream, memory, arguments, maps);
     if (result) {
       failed = &work;
       break;
@@ -356,10 +500,13 @@ PyObject* launch_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
 }
 
 PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *name, *shape, *start, *make;
-  int checks;
+  PyObject *name, *shape, *start, *make, *maps = Py_None;
+  int checks, cleared = 1, signals = 0;
   unsigned long long words = 0;
-  if (!PyArg_ParseTuple(args, "UOOOp|K", &name, &shape, &start, &make, &checks, &words)) return nullptr;
+  if (!PyArg_ParseTuple(args, "UOOOp|KOpp", &name, &shape, &start, &make, &checks, &words, &maps, &cleared,
+                        &signals)) {
+    return nullptr;
+  }
   Launch* self = PyObject_New(Launch, type);
   if (self == nullptr) return nullptr;
   self->head.call = launch_call;
@@ -367,8 +514,11 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   self->shape = Py_NewRef(shape);
   self->start = Py_NewRef(start);
   self->make = Py_NewRef(make);
+  self->maps = Py_NewRef(maps);
   self->kernel = new Kernel();
   self->kernel->words = words;
+  self->kernel->cleared = cleared != 0;
+  self->kernel->signals = signals != 0;
   if (checks) self->kernel->place = 1 + places_given++ % (kPlaces - 1);
   return reinterpret_cast<PyObject*>(self);
 }
@@ -376,7 +526,7 @@ PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*) {
 void launch_free(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
   Launch* self = reinterpret_cast<Launch*>(object);
-  for (PyObject* owned : {self->head.name, self->shape, self->start, self->make}) Py_DECREF(owned);
+  for (PyObject* owned : {self->head.name, self->shape, self->start, self->make, self->maps}) Py_DECREF(owned);
   delete self->kernel;
   PyObject_Free(self);
   Py_DECREF(type);
@@ -394,7 +544,7 @@ PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObje
 }
 
 PyMethodDef functions[] = {
-    {"open", open_driver, METH_VARARGS, "open(path of the driver, current_device, current_stream, workspace)"},
+    {"open", open_driver, METH_VARARGS, "open(path of the driver, current_device, current_stream, workspace, flags)"},
     {"load", load, METH_VARARGS, "load(machine code, name, shared bytes, device) -> address of the function"},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -11,10 +11,11 @@ from torch._functorch.aot_autograd import aot_function
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from agreement import agree, through
+from flambeau.codegen.source import TensorMap
 from flambeau.codegen.triton import contractions
 from flambeau.config import config
 from flambeau.ir.program import ContractKernel, LoopKernel
-from flambeau.ir.tuning import BLOCKS, TILES, ProductTile
+from flambeau.ir.tuning import BLOCKS, TILES
 from flambeau.pipeline import Compiled, compile_graph
 from flambeau.targets.cuda.interpreter import InterpreterTarget
 
@@ -27,14 +28,12 @@ def own() -> Iterator[None]:
         yield
 
 
-def small_tiles(engine: bool) -> tuple[ProductTile, ...]:
-    return tuple(t for t in TILES if t.engine is engine and t.high * t.wide <= 8192)
-
-
 @pytest.fixture(params=["pointers", "engine"])
 def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Tiles whose factors come by pointers alone, and by the copy engine where it can read them."""
-    monkeypatch.setattr(contractions, "TILES", small_tiles(request.param == "engine"))
+    """Factors that come by pointers alone, and by the copy engine where it can read them."""
+    monkeypatch.setattr(contractions, "TILES", tuple(t for t in TILES if t.high * t.wide <= 8192))
+    if request.param == "pointers":
+        monkeypatch.setattr(TensorMap, "there", lambda *_: False)
     return str(request.param)
 
 
@@ -68,7 +67,7 @@ def test_pieces_begin_where_wide_reads_can_and_are_multiplied_as_they_are(depth:
     first, last = made.program.kernels
     assert isinstance(first, ContractKernel) and isinstance(last, LoopKernel)
     piece, = first.depth
-    assert piece.size.const % BLOCKS.split_even == 0 and first.batch[0].size.const > 1
+    assert piece.size.const % BLOCKS.product_even == 0 and first.batch[0].size.const > 1
     assert [contractions.multiplied(f).dtype for f in (first.left, first.right)] == [HALF, HALF]
     assert not any("atomic" in t.text for t in made.texts)
 
@@ -83,8 +82,7 @@ def test_what_follows_is_computed_once_after_the_pieces_are_joined() -> None:
     agree(tail, *args)
 
 
-def test_the_copy_engine_reads_zeros_beyond_the_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contractions, "TILES", small_tiles(True))
+def test_the_copy_engine_reads_zeros_beyond_the_last_piece() -> None:
     even = compiled(product, random(40, 2056, dtype=HALF), random(24, 2056, dtype=HALF)).texts[0].text
     odd = compiled(product, random(40, 2053, dtype=HALF), random(24, 2053, dtype=HALF)).texts[0].text
     assert even.count("[40, 2056], [2056, 1]") == even.count("[24, 2056], [2056, 1]") == 1

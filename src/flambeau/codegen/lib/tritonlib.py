@@ -220,6 +220,26 @@ def lcm(a, b):
     return tl.abs(div(a, gcd(a, b)) * b)
 
 
+if triton.knobs.runtime.interpret:
+    def wait():
+        pass
+else:
+    from triton.language.extra.cuda import gdc_wait as wait  # until all kernels before it on the stream are done
+
+
+@triton.jit
+def e4m3(x):
+    """There is no infinity: beyond the largest number is the largest number."""
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def e5m2(x):
+    """Beyond the middle between the largest number and the next power of two is infinity; conversions end before it."""
+    bits = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return tl.where((tl.abs(x) >= 61440) & (x == x), (bits & 0x80) | 0x7C, bits).to(tl.float8e5, bitcast=True)
+
+
 @triton.jit
 def place(tile, high, wide, group: tl.constexpr):
     """Row and column of a tile, where `group` rows of tiles go side by side: the cache holds what they share."""
@@ -227,6 +247,46 @@ def place(tile, high, wide, group: tl.constexpr):
     rows = tl.minimum(high - first, group)
     rest = tile % (group * wide)
     return first + rest % rows, rest // rows
+
+
+@triton.jit
+def pieces(begins, ends, side: tl.constexpr):
+    """How many tiles each part of the rows has, which begin anew with it."""
+    return tl.maximum(ends - begins + (side - 1), 0) // side
+
+
+@triton.jit
+def share(tile, begins, ends, side: tl.constexpr):
+    """Of rows in parts: which part a tile is of, its first row, and where the rows of the part end."""
+    tiles = pieces(begins, ends, side)
+    upto = tl.cumsum(tiles, 0)
+    part = tl.sum((upto <= tile).to(tl.int32), 0)
+    here = tl.arange(0, upto.shape[0]) == part
+    first = tl.sum(tl.where(here, begins - (upto - tiles) * side, 0), 0) + tile * side
+    return part, first, tl.sum(tl.where(here, ends, 0), 0)
+
+
+@triton.jit
+def portion(total, program):
+    """Where the steps of a program begin, of as many as there are for all."""
+    return total * program // tl.num_programs(0)
+
+
+@triton.jit
+def tell(flag):
+    """All that this program has written is there for who hears it."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 1, sem="release")
+
+
+@triton.jit
+def hear(flag):
+    """Waits until another program tells, and takes that back."""
+    said = tl.atomic_add(flag, 0, sem="acquire")
+    while said == 0:
+        said = tl.atomic_add(flag, 0, sem="acquire")
+    tl.debug_barrier()
+    tl.store(flag, 0)
 
 
 # ---- random bits -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from flambeau.ir.program import AnySize, Kernel, Param
 from flambeau.ir.tuning import BLOCKS
 
 from ..dialect import Pipelined, Steps
-from ..source import host_text
+from ..source import TensorMap, host_text
 from ..writer import Scope, Writer
 from .dialect import NARROW, TRITON, Triton
 
@@ -434,7 +434,7 @@ def width_of(k: Kernel, exprs: Iterable[Expr], stores: Iterable[tuple[str, Index
 class PartDraft:
     """One part on its way: what was written, and how it is launched."""
 
-    def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "") -> None:
-        self.writer, self.grid, self.warps, self.workspace = writer, grid, warps, workspace
-
-
+    def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "",
+                 maps: tuple[TensorMap, ...] = (), waits: bool = False, signals: bool = False) -> None:
+        self.writer, self.grid, self.warps, self.workspace, self.maps = writer, grid, warps, workspace, maps
+        self.waits, self.signals = waits, signals  # and what it writes to the workspace needs no zeros

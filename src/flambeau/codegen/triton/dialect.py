@@ -7,12 +7,13 @@ import math
 import torch
 
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.dtypes import DType, is_bool, is_float, opmath
+from flambeau.ir.dtypes import FP8, SUPPORTED, DType, is_bool, is_float, opmath
 from flambeau.ir.expr import SPECIAL
 from flambeau.ir.tuning import BLOCKS
 
 from ..dialect import Dialect
 
+ROUNDED = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 NARROW = 2**31 - 2**16  # indices below it are 32 bits wide, with room for the last tile
 
 
@@ -21,7 +22,8 @@ class Triton(Dialect):
         torch.float32: "tl.float32", torch.float64: "tl.float64", torch.bfloat16: "tl.bfloat16",
         torch.float16: "tl.float16", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.int16: "tl.int16",
         torch.int8: "tl.int8", torch.uint8: "tl.uint8", torch.uint16: "tl.uint16", torch.uint32: "tl.uint32",
-        torch.uint64: "tl.uint64", torch.bool: "tl.int1",
+        torch.uint64: "tl.uint64", torch.bool: "tl.int1", torch.float8_e4m3fn: "tl.float8e4nv",
+        torch.float8_e5m2: "tl.float8e5",
     }
     # Division is a function: the operator rounds wrongly for float32, and differs for negative integers.
     infix = {op: text for op, text in Dialect.infix.items() if op != "div"}
@@ -41,11 +43,17 @@ class Triton(Dialect):
             text = repr(number) if math.isfinite(number) else f'float("{number}")'
         else:
             text = str(int(value))
+        if dtype in FP8:
+            return self.cast(f"tl.full({shape}, {text}, tl.float32)", torch.float32, dtype)
         return f"tl.full({shape}, {text}, {self.types[dtype]})"
 
     def cast(self, text: str, src: DType, dst: DType) -> str:
         if src is dst:
             return text
+        if src in FP8:
+            return self.cast(f"tl.cast({text}, tl.float32)", torch.float32, dst)
+        if dst in FP8:
+            return f"fl.{ROUNDED[dst]}({self.cast(text, src, torch.float32)})"
         if is_bool(dst):
             return f"{text} != 0"
         if is_float(src) and not is_float(dst) and dst is not torch.int64:
@@ -72,14 +80,15 @@ MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "besse
 SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32,
                                            torch.int64)]
                      + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
-MULTIPLIED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8))
+MULTIPLIED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, *FP8))
 # What is kept in registers decides most of it: rows of up to `row_elements` are read once.
-CAPABILITIES = Capabilities("blocks", scratch_bytes=1 << 20, row_elements=BLOCKS.row, programs=1024,
+CAPABILITIES = Capabilities("blocks", dtypes=SUPPORTED | FP8, scratch_bytes=1 << 20, row_elements=BLOCKS.row, programs=1024,
                             serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
-                            masked_reads=True, multiplies=MULTIPLIED, gathers_rows=True, waits_for_memory=True,
+                            masked_reads=True, multiplies=MULTIPLIED, gathers_rows=True, ragged=True, shares=True, tile_tails=True, waits_for_memory=True,
                             tables=True, tuning=BLOCKS)
 POINTER = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
     torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
     torch.uint16: "*u16", torch.uint32: "*u32", torch.uint64: "*u64", torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
 }

@@ -28,15 +28,18 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
         drafts = [kinds[type(kernel)](kernel, scale).render()]
     arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
     arguments += ["work"] if any(d.workspace for d in drafts) else []
+    signals = any(d.signals for d in drafts)
+    arguments += ["flags"] if signals else []
     workspace = ""
     lines = ["import triton", "import triton.language as tl", "import tritonlib as fl", "", ""]
     parts = []
     for k, d in enumerate(drafts):
-        text = [*d.writer.helpers, "@triton.jit", f"def part{k}({', '.join([*arguments, 'bad'])}):",
+        given = [*arguments, "bad", *(m.name for m in d.maps)]
+        text = [*d.writer.helpers, "@triton.jit", f"def part{k}({', '.join(given)}):",
                 *(f"    {d.writer.sym(s)} = n{i}" for i, s in enumerate(kernel.sizes)),
                 *("    " + x for x in d.writer.scopes[0].lines), ""]
         lines += text
-        parts.append(Part(f"part{k}", d.grid, scale.warped(d.warps)))
+        parts.append(Part(f"part{k}", d.grid, scale.warped(d.warps), d.maps, d.waits))
         workspace = workspace or d.workspace
     typical = dict(kernel.typical) if isinstance(kernel, AnySize) else {}
     widths = dict.fromkeys(d.writer.width for d in drafts)
@@ -46,7 +49,7 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
                        sizes, tuple(parts), workspace, narrow,
                        sites=() if isinstance(kernel, TableKernel) else site_table(kernel),
                        usual=bits(kernel.sizes[:63], lambda s: typical.get(s, 1) % 16 == 0),
-                       words=bits(kernel.sizes[:64], lambda s: s.name.startswith(WORD)))
+                       words=bits(kernel.sizes[:64], lambda s: s.name.startswith(WORD)), cleared=not signals, signals=signals)
 
 
 def bits(sizes: Sequence[Sym], holds: Callable[[Sym], bool]) -> int:

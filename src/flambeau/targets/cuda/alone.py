@@ -21,7 +21,8 @@ class LibraryFreeCuda(CudaTarget):
     times = False  # products are kernels of ours, whatever a library would take
 
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities(), name=self.name, contracts=True, sorts=True, tables=False)
+        return replace(super().capabilities(), name=self.name, contracts=True, sorts=True, tables=False,
+                       shares=False)  # its runtime has no flags
 
     def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
         return {}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flambeau.codegen.source import ALIGNED, LIBRARY, UNALIGNED, BlockSource
+from flambeau.codegen.source import FLAGS, HOSTED, LIBRARY, UNHOSTED, BlockSource
 from flambeau.errors import BoundsError, CompileError, UnsupportedError
 from flambeau.ir.program import TableKernel
 
@@ -28,7 +28,7 @@ from ..base import Build, Launch, Plan, Source, Step
 from ..launch import PythonPlan
 from ..search import OpenPlan, is_open, offered
 from .target import BlockTarget, shape_function
-from .triton_compile import signature
+from .triton_compile import Facts, described, signature
 from .triton_worker import module_of
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class InterpreterLaunch:
         self.name = source.name
         self._source = source
         self._shape: Callable[..., tuple[int, ...]] = shape_function(source, UNITS)
-        _module(source.text)
+        _module(source.text.replace(HOSTED, UNHOSTED))
 
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
         count = len(self._source.sizes)
@@ -90,9 +90,12 @@ class InterpreterLaunch:
         kinds = signature(self._source, bool(wide)).values()
         memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int64(0)
         space = [ctypes.addressof(memory)] if self._source.workspace else []
+        flags = (ctypes.c_int32 * FLAGS)()
+        space += [ctypes.addressof(flags)] if self._source.signals else []
         values = [*pointers, *sizes, *space, ctypes.addressof(bad)]
         name = f"{', '.join(self._source.origins)} ({self.name})"
         given = [(name, "the workspace", ctypes.addressof(memory), ctypes.sizeof(memory)),
+                 (name, "the flags", ctypes.addressof(flags), ctypes.sizeof(flags)),
                  (name, "the fault", ctypes.addressof(bad), 8)]
         for k, (p, kind) in enumerate(zip(pointers, self._source.pointers, strict=True)):
             if extents:
@@ -101,16 +104,19 @@ class InterpreterLaunch:
                               (extents[2 * k + 1] - extents[2 * k]) * width))
         # Infinities and NaN are numbers.
         with np.errstate(all="ignore"), memory_is(given if self._source.bounded else None):
-            aligned = all(p % 16 == 0 for p in pointers)
-            module = _module(self._source.text if aligned else self._source.text.replace(ALIGNED, UNALIGNED))
+            facts = Facts(all(p % 16 == 0 for p in pointers), sum(1 << k for k, n in enumerate(sizes) if n % 16 == 0))
+            module = _module(self._source.text.replace(HOSTED, UNHOSTED))
             for k, part in enumerate(self._source.parts):
                 arguments = [argument(v, kind) for v, kind in zip(values, kinds, strict=True)]
+                arguments += described(part, facts).values()
                 try:
                     getattr(module, part.function)[tuple(grids[3 * k : 3 * k + 3])](*arguments)
                 except Exception as error:
                     if isinstance(error.__cause__, BoundsError):
                         raise error.__cause__ from None
                     raise
+        if any(flags):
+            raise RuntimeError(f"the kernel {self.name} left flags behind")
         return bad.value
 
     def __repr__(self) -> str:
@@ -179,6 +185,20 @@ def to_bfloat16(numbers: Any) -> Any:
     return np.where(np.isnan(single), 0x7FC0, rounded).astype(np.uint16)
 
 
+def eight_bits(dtype: torch.dtype) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """From the bits of a float of 8 bits to float32, and back: beyond the largest number is the largest number."""
+    most = torch.finfo(dtype).max
+
+    def wide(bits: Any) -> Any:
+        return torch.from_numpy(np.ascontiguousarray(bits)).view(dtype).float().numpy()
+
+    def rounded(numbers: Any) -> Any:
+        single = torch.from_numpy(np.array(numbers, dtype=np.float32))
+        return single.clamp(-most, most).to(dtype).view(torch.uint8).numpy()
+
+    return wide, rounded
+
+
 @cache
 def _module(text: str) -> ModuleType:
     return module_of(text, f"interpreted{abs(hash(text))}")
@@ -209,20 +229,28 @@ def interpreted_triton() -> None:
     builder.create_splat = create_splat
     cast, convert, patch = builder.cast_impl, builder.create_fp_to_fp, interpreter._patch_lang_tensor
 
+    tl = triton.language
+    small: dict[Any, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+        tl.bfloat16: (np.uint16, from_bfloat16, to_bfloat16),
+        tl.float8e4nv: (np.uint8, *eight_bits(torch.float8_e4m3fn)), tl.float8e5: (np.uint8, *eight_bits(torch.float8_e5m2))}
+
+    def widened(value: Any) -> Any:
+        """A small float in float32, unless it is a comparison, whose handle says so too."""
+        bits, wide, _ = small.get(value.dtype.scalar, (None, None, None))
+        return wide(value.data) if wide is not None and value.data.dtype == bits else value.data
+
     def cast_impl(self: Any, value: Any, kind: Any) -> Any:
-        """To and from bfloat16 by way of float32, as eager does; the interpreter's own knows that dtype beside float32
-        alone, and cuts digits off."""
+        """To and from small floats by way of float32, as eager does; the interpreter's own knows some of them beside
+        float32 alone, and cuts digits off."""
         given, wanted = value.dtype.scalar, kind.scalar
-        if triton.language.bfloat16 not in (given, wanted) or given == wanted:
+        if (given not in small and wanted not in small) or given == wanted:
             return cast(self, value, kind)
-        data = value.data
-        if given == triton.language.bfloat16 and data.dtype == np.uint16:  # and no comparison, whose handle says so too
-            data = from_bfloat16(data)
-        data = to_bfloat16(data) if wanted == triton.language.bfloat16 else data.astype(interpreter._get_np_dtype(kind))
+        data = widened(value)
+        data = small[wanted][2](data) if wanted in small else data.astype(interpreter._get_np_dtype(kind))
         return interpreter.TensorHandle(data, wanted)
 
     def create_fp_to_fp(self: Any, value: Any, kind: Any, rounding: Any) -> Any:
-        if triton.language.bfloat16 in (value.dtype.scalar, kind.scalar):
+        if value.dtype.scalar in small or kind.scalar in small:
             return cast_impl(self, value, kind)
         return convert(self, value, kind, rounding)
 
@@ -237,8 +265,7 @@ def interpreted_triton() -> None:
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
         """The interpreter's own multiplies the bits of bfloat16."""
-        single = [interpreter.TensorHandle(from_bfloat16(x.data), triton.language.float32)
-                  if x.dtype.scalar == triton.language.bfloat16 else x for x in (a, b)]
+        single = [interpreter.TensorHandle(widened(x), tl.float32) if x.dtype.scalar in small else x for x in (a, b)]
         return dot(self, *single, d, *how)
 
     builder.create_dot = create_dot

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from flambeau.codegen.source import BlockSource
+from flambeau.codegen.source import FLAGS, BlockSource
 from flambeau.config import config
 from flambeau.errors import CompileError
+from flambeau.ir.dtypes import FP8
 from flambeau.ir.tuning import BLOCKS
 from flambeau.torch_compat import cuda as torch_cuda
 from flambeau.torch_compat import memory as torch_memory
@@ -47,6 +48,8 @@ _TIMED = 4  # launches at once: one alone is hardly longer than the clock's step
 _BUSY = 1 << 28  # bytes to write before that
 _GRANULE = 1 << 20  # workspaces grow in steps of this many bytes at least
 
+_COPIES = 90  # compute capability of GPUs with a copy engine for tensors, and with kernels that wait by themselves
+_SMALL_FLOATS = 89  # compute capability of those that multiply floats of 8 bits
 _RARE = 50  # calls for each convolution of a graph, beyond which it is not worth the time to look at it
 
 _Codes = tuple["Future[Code | CompileError]", ...]
@@ -96,6 +99,7 @@ class CudaTarget(BlockTarget):
         self._open: ModuleType | None = None
         self._lock = threading.Lock()
         self._workspaces: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._flags: dict[tuple[int, int], torch.Tensor] = {}
         self._functions: dict[tuple[int, str, bytes], int] = {}
 
     # ---- what it is ------------------------------------------------------------------------------------
@@ -103,9 +107,12 @@ class CudaTarget(BlockTarget):
     def capabilities(self) -> Capabilities:
         from flambeau.codegen.triton.dialect import CAPABILITIES
 
+        known = self._arch or torch.cuda.is_available()  # packages are made on any machine
+        arch = self.arch(0 if self._arch else self.current_device()) if known else _COPIES
         rounded = {"product": torch.backends.cuda.matmul.fp32_precision == "tf32",
                    "convolution": torch.backends.cudnn.allow_tf32}
         return replace(CAPABILITIES, name=self.name, gpu_eager=True, inexact=libdevice.inexact(),
+                       dtypes=CAPABILITIES.dtypes if arch >= _SMALL_FLOATS else CAPABILITIES.dtypes - FP8,
                        tf32=frozenset(kind for kind, is_rounded in rounded.items() if is_rounded),
                        arena_most=1 << 20)  # torch's allocator keeps memory, and has small blocks up to there
 
@@ -169,7 +176,7 @@ class CudaTarget(BlockTarget):
     def codes(self, source: BlockSource, facts: Facts, device: int) -> _Codes:
         """The machine code of every part, begun."""
         arch = self.arch(device)
-        return tuple(self._compiler.compile(source, part, facts, arch) for part in source.parts)
+        return tuple(self._compiler.compile(source, part, facts, arch, arch >= _COPIES) for part in source.parts)
 
     def function(self, code: Code, device: int) -> int:
         """Machine code loaded into a device, once."""
@@ -220,6 +227,13 @@ class CudaTarget(BlockTarget):
     def recorder(self) -> Recorder:
         return self._recorder
 
+    def flags(self, device: int, stream: int) -> int:
+        """Words that the kernels of one stream, which run one after the other, find and leave as zeros."""
+        if (device, stream) not in self._flags:
+            self._flags[device, stream] = torch.zeros(FLAGS, dtype=torch.int32, device=self.empty(
+                1, torch.device("cuda")).device)
+        return self._flags[device, stream].data_ptr()
+
     def workspace(self, device: int, stream: int, nbytes: int) -> int:
         """Memory for the kernels of one stream, which run one after the other.
 
@@ -260,7 +274,7 @@ class CudaTarget(BlockTarget):
                 assert self._extension is not None
                 try:
                     module = self._extension.result()
-                    module.open(self._driver, self.current_device, self.current_stream, self.workspace)
+                    module.open(self._driver, self.current_device, self.current_stream, self.workspace, self.flags)
                 except (CompileError, ImportError, OSError) as error:
                     raise CompileError(
                         f"the launcher of CUDA kernels does not work: {error}", target=self.name,
@@ -293,24 +307,29 @@ class CudaKernel:
         """Begin to compile a variant."""
         return self.target.codes(self.source, Facts(*facts), device)
 
-    def make(self, device: int, *facts: Any) -> list[tuple[int, int, int, int]]:
-        """(function, warps, shared bytes, scratch bytes) of each part of a variant."""
+    def make(self, device: int, *facts: Any) -> list[tuple[int, ...]]:
+        """(function, warps, shared bytes, scratch bytes, whether it waits by itself) of each part of a variant, then for
+        each of its tensor maps how many words follow, and those."""
         return self.loaded(self.start(device, *facts), device)
 
-    def loaded(self, codes: _Codes, device: int) -> list[tuple[int, int, int, int]]:
+    def loaded(self, codes: _Codes, device: int) -> list[tuple[int, ...]]:
         parts = []
-        for future in codes:
+        early = self.target.arch(device) >= _COPIES
+        for future, part in zip(codes, self.source.parts, strict=True):
             code = future.result()
             if isinstance(code, CompileError):
                 raise code
-            parts.append((self.target.function(code, device), code.warps, code.shared, code.scratch))
+            words = [n for m in code.maps for n in (len(m), *m)]
+            parts.append((self.target.function(code, device), code.warps, code.shared, code.scratch,
+                          part.waits and early, *words))
         return parts
 
     def launch(self) -> Launch:
         if self._launch is None:
             shape = shape_function(self.source, self.target.processors(self.target.current_device()))
-            self._launch = self.target.launcher().Launch(self.source.title or self.source.name, shape, self.start,
-                                                         self.make, checks_data(self.source), self.source.words)
+            self._launch = self.target.launcher().Launch(
+                self.source.title or self.source.name, shape, self.start, self.make, checks_data(self.source),
+                self.source.words, maps_function(self.source), self.source.cleared, self.source.signals)
         return self._launch
 
 
@@ -329,6 +348,24 @@ def shape_function(source: BlockSource, units: int = 1) -> Callable[..., tuple[i
     exec(f"def shape({names}): return ({source.workspace or 0}, not ({source.narrow or True}), {grids})", scope)
     shape: Callable[..., tuple[int, ...]] = scope["shape"]
     return shape
+
+
+def maps_function(source: BlockSource) -> Callable[..., tuple[int, ...]] | None:
+    """Of the sizes: for each part how many tensor maps it has, and of each pointer, first byte, rank, shape and steps
+    in bytes."""
+    if not any(part.maps for part in source.parts):
+        return None
+    names = ", ".join(f"n{k}" for k in range(len(source.sizes)))
+    words = []
+    for part in source.parts:
+        words.append(str(len(part.maps)))
+        for m in part.maps:
+            words += map(str, (m.pointer, m.start * m.itemsize, len(m.shape), *m.shape))
+            words += [f"{m.itemsize} * {step}" for step in m.steps]
+    scope: dict[str, Any] = {}
+    exec(f"def maps({names}): return ({', '.join(words)},)", scope)
+    maps: Callable[..., tuple[int, ...]] = scope["maps"]
+    return maps
 
 
 def grid(x: int, y: int = 1, z: int = 1) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flambeau.codegen.source import ALIGNED, LIBRARY, UNALIGNED, BlockSource, Part
+from flambeau.codegen.source import HOSTED, LIBRARY, UNHOSTED, BlockSource, Part
 from flambeau.config import config
 from flambeau.errors import CompileError
 
@@ -67,6 +67,7 @@ class Code:
     shared: int  # bytes of shared memory
     scratch: int  # bytes of global memory for each program
     code: bytes
+    maps: tuple[tuple[int, ...], ...] = ()  # of each tensor map that it takes: `map_words`
 
 
 def divisible(source: BlockSource, facts: Facts) -> list[int]:
@@ -78,10 +79,24 @@ def divisible(source: BlockSource, facts: Facts) -> list[int]:
 
 
 def signature(source: BlockSource, wide: bool) -> dict[str, str]:
-    """The arguments of each of a source's functions, with their types."""
+    """The arguments that all functions of a source have, with their types."""
     out = {f"p{k}": kind for k, kind in enumerate(source.pointers)}
     out |= {f"n{k}": "i64" if wide else kind for k, kind in enumerate(source.sizes)}
-    return out | ({"work": "*i8"} if source.workspace else {}) | {"bad": "*i64"}
+    out |= {"work": "*i8"} if source.workspace else {}
+    return out | ({"flags": "*i32"} if source.signals else {}) | {"bad": "*i64"}
+
+
+def described(part: Part, facts: Facts) -> dict[str, int | None]:
+    """The part's tensor maps where the kernel makes them itself: 1 for those that the copy engine can read."""
+    return {m.name: 1 if m.there(facts.aligned, facts.sizes) else None for m in part.maps}
+
+
+def map_words(number: int, found: Mapping[str, Any]) -> tuple[int, ...]:
+    """What a launch must know of a tensor map beside its shape: which of the part's it is; dtype and order of bytes in
+    shared memory, as the driver numbers them; and the block, which the compiler may have cut."""
+    # The numbers of dtypes inside descriptors are not those of the driver's interface.
+    kind = {8: 10, 9: 8, 10: 9}.get(found["elem_type"], found["elem_type"])
+    return number, kind, found["swizzle"], *found["block_size"]
 
 
 class TritonCompiler:
@@ -90,12 +105,18 @@ class TritonCompiler:
     def __init__(self) -> None:
         self._start()
 
-    def compile(self, source: BlockSource, part: Part, facts: Facts, arch: int) -> Future[Code | CompileError]:
-        """Start to compile one function, unless that was done before."""
+    def compile(self, source: BlockSource, part: Part, facts: Facts, arch: int, hosted: bool = False
+                ) -> Future[Code | CompileError]:
+        """Start to compile one function, unless that was done before. `hosted`: launches bring its tensor maps."""
         if self._pid != os.getpid():
             self._start()
-        text = source.text if facts.aligned else source.text.replace(ALIGNED, UNALIGNED)
-        request = {"text": text, "function": part.function, "signature": signature(source, facts.wide),
+        given = described(part, facts)
+        kinds = signature(source, facts.wide) | dict.fromkeys(given, "constexpr")
+        if hosted:
+            kinds |= {m.name: f"tensordesc<{m.kind}{[*m.block]}>" for m in part.maps if given[m.name]}
+        text = source.text if hosted else source.text.replace(HOSTED, UNHOSTED)
+        request = {"text": text, "function": part.function, "signature": kinds,
+                   "constants": {name: given[name] for name, kind in kinds.items() if kind == "constexpr"},
                    "arch": arch, "divisible": divisible(source, facts),
                    "options": {**OPTIONS, "num_warps": part.warps}, "library": library()}
         key = hashlib.sha256(json.dumps([request, identity()]).encode()).hexdigest()
@@ -113,7 +134,8 @@ class TritonCompiler:
                 raise CompileError("Triton, which compiles kernels for NVIDIA GPUs, is not installed", target="cuda",
                                    hint="pip install 'flambeau[cuda]'")
             workers = self._workers()
-        workers.pool.submit(self._work, workers, request, source.title or source.name, key, disk, made)
+        numbers = [k for k, m in enumerate(part.maps) if kinds[m.name] != "constexpr"]
+        workers.pool.submit(self._work, workers, request, source.title or source.name, numbers, key, disk, made)
         return made
 
     def prepare(self) -> None:
@@ -137,8 +159,8 @@ class TritonCompiler:
             self._pools[kind] = Workers(*kind, shared_cache(config.cache_dir, config.cache_limit_mb))
         return self._pools[kind]
 
-    def _work(self, workers: Workers, request: dict[str, Any], name: str, key: str, disk: DiskCache,
-              made: Future[Code | CompileError]) -> None:
+    def _work(self, workers: Workers, request: dict[str, Any], name: str, numbers: Sequence[int], key: str,
+              disk: DiskCache, made: Future[Code | CompileError]) -> None:
         try:
             answer = workers.ask(request)
             if "error" in answer:
@@ -147,7 +169,7 @@ class TritonCompiler:
                 made.set_result(not_compiled(what, answer["error"], "cuda", path))
                 return
             code = Code(answer["name"], answer["warps"], answer["shared"], answer["scratch"],
-                        base64.b64decode(answer["code"]))
+                        base64.b64decode(answer["code"]), tuple(map(map_words, numbers, answer["maps"])))
             disk.put(key, packed(code), SUFFIX)
             made.set_result(code)
         except BaseException as error:  # raised where the code is waited for
@@ -164,10 +186,11 @@ def unpacked(data: bytes | None) -> Code | None:
     head, _, code = (data or b"").partition(b"\n")
     try:
         fields = json.loads(head)
-        made = Code(fields["name"], fields["warps"], fields["shared"], fields["scratch"], code)
+        made = Code(fields["name"], fields["warps"], fields["shared"], fields["scratch"], code,
+                    tuple(map(tuple, fields["maps"])))
     except (ValueError, TypeError, KeyError):
         return None
-    numbers = made.warps, made.shared, made.scratch
+    numbers = made.warps, made.shared, made.scratch, *(n for m in made.maps for n in m)
     return made if isinstance(made.name, str) and all(type(n) is int and n >= 0 for n in numbers) else None
 
 

@@ -40,13 +40,15 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
     if text not in MODULES:
         MODULES[text] = module_of(text, f"kernel{len(MODULES)}")
     attributes = {(place,): [["tt.divisibility", 16]] for place in request["divisible"]}
-    source = ASTSource(getattr(MODULES[text], request["function"]), request["signature"], {}, attributes)
+    places = {name: k for k, name in enumerate(request["signature"])}
+    constants = {(places[name],): value for name, value in request["constants"].items()}
+    source = ASTSource(getattr(MODULES[text], request["function"]), request["signature"], constants, attributes)
     options = request["options"] | ({"extern_libs": {"libdevice": request["library"]}} if request["library"] else {})
     kernel = triton.compile(source, target=GPUTarget("cuda", request["arch"], 32), options=options)
     found = kernel.metadata
     return {
         "name": found.name, "warps": found.num_warps, "shared": found.shared, "scratch": found.global_scratch_size,
-        "code": base64.b64encode(kernel.asm["cubin"]).decode(),
+        "code": base64.b64encode(kernel.asm["cubin"]).decode(), "maps": [dict(m) for m in found.tensordesc_meta],
     }
 
 

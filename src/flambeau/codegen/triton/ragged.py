@@ -1,0 +1,80 @@
+"""Contractions of parts: rows of which each part has factors of its own, or a depth of which each part has a result.
+
+Where parts end is data. Tiles of rows begin anew with each part, so that a tile has one part's factors; how many there are
+is counted on the device, and programs take them in turns. A part of the depth is summed in whole steps, by the copy
+engine, and one more by pointers, under a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flambeau.ir.expr import Expr, const, index_value, masked, where
+from flambeau.ir.index import Index, Sym, as_index, volume
+
+from .blocks import power
+from .tiles import TileWriter
+
+
+class RaggedTiles(TileWriter):
+    deep: int
+
+    @property
+    def rows_in_parts(self) -> bool:
+        return self.k.ragged is not None and self.k.ragged.along != "depth"
+
+    @property
+    def depth_in_parts(self) -> bool:
+        return self.k.ragged is not None and self.k.ragged.along == "depth"
+
+    @property
+    def of_part(self) -> tuple[Sym, ...]:
+        """The variable of parts, where it is none of the batch."""
+        return (self.k.ragged.part,) if self.k.ragged is not None and self.rows_in_parts else ()
+
+    @property
+    def row_start(self) -> str:
+        return "first_row" if self.rows_in_parts else super().row_start
+
+    @property
+    def row_end(self) -> str | None:
+        return "end_row" if self.rows_in_parts else None
+
+    def begins_anywhere(self, contiguous: Sym, rows: Sequence[Sym], depth: Sequence[Sym]) -> bool:
+        """Whether a part may begin within a line, where the copy engine cannot."""
+        return contiguous in (rows if self.rows_in_parts else depth if self.depth_in_parts else ())
+
+    def ends_at(self, part: Index, real: Expr) -> Expr:
+        """Where a part ends, zero for none."""
+        assert self.k.ragged is not None
+        ends = self.k.ragged.ends.subs({self.k.ragged.part: part})
+        return where(real, masked(ends, real), const(0, ends.dtype))
+
+    def within(self, end: str, vars: Sequence[Sym]) -> str:
+        """Whatever data say, no part goes beyond its tensor."""
+        return f"tl.cast(tl.minimum({end}, {self.index(volume(vars))}), tl.int32)"
+
+    def count_parts(self, most: str) -> tuple[str, str]:
+        """How many tiles of rows there are on the device, and at most. Where parts begin and end is found before."""
+        (part,), high = self.of_part, self.t.high
+        each = Sym("parts", power(part.size.const))
+        self.blocks, self.axes[each] = [power(part.size.const)], 0
+        self.line(f"{self.sym(each)} = {self.arange(0)}")
+        at, count = index_value(each), index_value(part.size)
+        texts = self.value(self.ends_at(as_index(each) - 1, (at >= 1) & (at < count))), self.value(
+            self.ends_at(as_index(each), at < count))
+        self.assign(("begins", "ends"), [self.within(text, self.k.rows) for text in texts])
+        return f"tl.sum(fl.pieces(begins, ends, {high}), 0)", f"({most} + {part.size.const})"
+
+    def enter_part(self) -> None:
+        self.line(f"{self.sym(self.of_part[0])}, first_row, end_row = fl.share(at_row, begins, ends, {self.t.high})")
+
+    def part_of_depth(self) -> tuple[str, str, str]:
+        """Where a part begins, where its last whole step ends, and where it ends itself."""
+        assert self.k.ragged is not None
+        part, (begin, whole, end) = self.k.ragged.part, (self.fresh(name) for name in ("begin", "whole", "end"))
+        self.blocks = []
+        texts = [self.value(self.ends_at(as_index(part) - 1, index_value(part) >= 1)), self.value(self.k.ragged.ends)]
+        self.assign((begin, end), [self.within(text, self.k.depth) for text in texts])
+        self.line(f"{whole} = {begin} + tl.maximum({end} - {begin}, 0) // {self.deep} * {self.deep}")
+        return begin, whole, end

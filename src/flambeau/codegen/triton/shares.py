@@ -1,0 +1,62 @@
+"""A contraction's steps divided equally among programs, wherever tiles begin and end.
+
+Programs are counted from the last one: who begins a tile takes over what programs that started before it have summed of
+the rest, so that nobody waits for a program that has not begun. What a program sums of a tile that another begins is the
+first that it does, and the beginning of a tile the last, so that hardly anybody waits at all. Sums are added in the order
+of the depth: results depend on the number of processors, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flambeau.ir.index import as_index, ceildiv, volume
+
+from .ragged import RaggedTiles
+
+
+class SharedTiles(RaggedTiles):
+    how: str
+
+    def begin_share(self, tiles: str) -> str:
+        """The loop over a program's tiles, or parts of them."""
+        steps = self.index(ceildiv(volume(self.k.depth), as_index(self.deep)))
+        self.line(f"steps = tl.cast({steps if volume(self.k.depth).is_const else f'tl.maximum({steps}, 1)'}, tl.int32)")
+        self.line(f"total = steps * tl.cast({tiles}, tl.int64)")
+        self.line("me = tl.num_programs(0) - 1 - tl.program_id(0)")
+        self.line("at, end = fl.portion(total, me), fl.portion(total, me + 1)")
+        return "while at < end:"
+
+    def share_grid(self, tiles: str, most: str) -> tuple[str, str]:
+        """How many programs, each with some steps at least, and the bytes for what they leave to others."""
+        t, products = self.t, len(self.k.products)
+        steps = self.host(ceildiv(volume(self.k.depth), as_index(self.deep)))
+        programs = f"max(min({most}, ({tiles}) * ({steps}) // {t.least_steps}), min({most}, {tiles}))"
+        return programs, f"{4 * t.high * t.wide * products} * {programs}"
+
+    def next_tile(self) -> None:
+        self.line("tile = tl.cast(at // steps, tl.int32)")
+        self.line("first = tl.cast(at % steps, tl.int32)")
+        self.line("last = tl.cast(tl.minimum(first + end - at, steps), tl.int32)")
+
+    def leave_or_take(self, sums: Sequence[str]) -> None:
+        """What was begun by another is left to it; to what was begun here is added what others have of it."""
+        wides = self.t.wides * len(self.k.products)
+        places = [self.fresh("left") for _ in sums]
+        size, at = self.t.high * sum(wides), 0
+        for place, wide in zip(places, wides, strict=True):
+            index = f"tl.arange(0, {self.t.high})[:, None] * {wide} + tl.arange(0, {wide})[None, :]"
+            self.line(f"{place} = work.to(tl.pointer_type({self.d.types[self.sums]})) + ({at} + {index})")
+            at += self.t.high * wide
+        with self.scope("if first > 0:", footer=""):
+            for name, place in zip(sums, places, strict=True):
+                self.line(f"tl.store({place} + me.to(tl.int64) * {size}, {name})")
+            self.line("fl.tell(flags + me)")
+        self.line("done, other = tl.cast(last, tl.int64), me + 1")
+        # Nothing is left of a tile that is whole, or another's.
+        with self.scope("while (first == 0) & (done < steps):", footer=""):
+            self.line("fl.hear(flags + other)")
+            for name, place in zip(sums, places, strict=True):
+                self.line(f'{name} += tl.load({place} + other.to(tl.int64) * {size}, cache_modifier=".cg")')
+            self.line("done = fl.portion(total, other + 1) - tile * tl.cast(steps, tl.int64)")
+            self.line("other += 1")
