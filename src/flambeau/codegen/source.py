@@ -46,11 +46,13 @@ ALIGNED, UNALIGNED = "ALIGNED = tl.constexpr(True)", "ALIGNED = tl.constexpr(Fal
 
 @dataclass(frozen=True)
 class Part:
-    """One launch of a block kernel: the function, how many programs, how many warps each."""
+    """One launch of a block kernel: the function, how many programs, how many warps each, and for how many rounds of a
+    loop what tensor cores multiply is on its way at once, unless the loop says so."""
 
     function: str
     grid: str  # a Python expression over the sizes n0, n1, ... and `units`, the processors of the device
     warps: int = 4
+    stages: int | None = None
 
 
 @dataclass(frozen=True)

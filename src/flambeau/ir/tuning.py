@@ -322,6 +322,35 @@ TILES = (ProductTile(128, 256, 128, 3, 8), ProductTile(128, 256, 128, 4, 8, part
          ProductTile(64, 64, 256, 3, 4, engine=False), ProductTile(64, 32, 256, 4, 4, engine=False),
          ProductTile(64, 16, 256, 4, 4, engine=False))
 
+@dataclass(frozen=True)
+class AttentionTile:
+    """The part of attention that one program has at a time: rows and columns of scores, how many blocks of what goes past
+    are on their way at once, and warps."""
+
+    high: int
+    wide: int
+    stages: int
+    warps: int
+    listed: int = 3  # blocks of a side from which on it is worth a launch to list those that a mask leaves
+
+
+# By role and size of a head, for factors of 16 bits: the fastest of 350 forms on an H200 (4 x 16 heads, length 4096). A
+# program for both gradients, with five products for a block where two have seven, takes longer: it waits for what it adds
+# to memory. Reads by the copy engine are not faster than those by pointers.
+ATTENTION: dict[str, dict[int, AttentionTile]] = {
+    "out": {128: AttentionTile(64, 64, 3, 4), 256: AttentionTile(64, 64, 2, 4)},
+    "queries": {64: AttentionTile(128, 64, 3, 4), 128: AttentionTile(128, 64, 3, 8), 256: AttentionTile(64, 32, 2, 4)},
+    "keys": {64: AttentionTile(32, 64, 2, 4), 128: AttentionTile(64, 64, 2, 4), 256: AttentionTile(32, 64, 2, 8)},
+}
+WIDE_FACTORS = AttentionTile(32, 32, 1, 4)  # of 32 or 64 bits: without tensor cores registers hold no more
+
+
+def attention_tile(role: str, head: int, itemsize: int) -> AttentionTile:
+    if itemsize > 2:
+        return WIDE_FACTORS
+    return next(t for size, t in ATTENTION[role].items() if head <= size)
+
+
 # ---- block shapes around those of the table ----------------------------------------------------------------
 
 MOST_WARPS = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flambeau.ir.index import Dyn, Index, as_index, upper
-from flambeau.ir.program import AnyKernel, ContractKernel, Kernel, ScatterKernel, TableKernel
+from flambeau.ir.program import AnyKernel, AttentionKernel, ContractKernel, Kernel, ScatterKernel, TableKernel
 from flambeau.ir.tuning import AROUND, OTHER_TILES
 
 from ..source import BlockSource, host_text
@@ -19,7 +19,7 @@ def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:
     be launched twice. Neither have those whose results nobody could compare, since no size says how long they are, or
     since they lie all over memory. Products have some all the same, for what was found elsewhere.
     """
-    if isinstance(kernel, (ScatterKernel, TableKernel)):
+    if isinstance(kernel, (AttentionKernel, ScatterKernel, TableKernel)):
         return source
     product = isinstance(kernel, ContractKernel)
     results = results_of(kernel)

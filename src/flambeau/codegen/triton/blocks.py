@@ -423,7 +423,8 @@ def width_of(k: Kernel, exprs: Iterable[Expr], stores: Iterable[tuple[str, Index
 class PartDraft:
     """One part on its way: what was written, and how it is launched."""
 
-    def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "") -> None:
-        self.writer, self.grid, self.warps, self.workspace = writer, grid, warps, workspace
+    def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "", stages: int | None = None
+                 ) -> None:
+        self.writer, self.grid, self.warps, self.workspace, self.stages = writer, grid, warps, workspace, stages
 
 

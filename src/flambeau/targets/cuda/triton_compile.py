@@ -95,9 +95,10 @@ class TritonCompiler:
         if self._pid != os.getpid():
             self._start()
         text = source.text if facts.aligned else source.text.replace(ALIGNED, UNALIGNED)
+        staged = {} if part.stages is None else {"num_stages": part.stages}
         request = {"text": text, "function": part.function, "signature": signature(source, facts.wide),
                    "arch": arch, "divisible": divisible(source, facts),
-                   "options": {**OPTIONS, "num_warps": part.warps}, "library": library()}
+                   "options": {**OPTIONS, "num_warps": part.warps, **staged}, "library": library()}
         key = hashlib.sha256(json.dumps([request, identity()]).encode()).hexdigest()
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
         with self._lock:
