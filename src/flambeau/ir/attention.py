@@ -63,7 +63,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Attention(Node):
-    """names: out and the logarithms of the rows' sums, to the base of two; with a gradient those of query, key and value, and of
+    """names: out, and to the base of two the logarithms of the rows' sums and their largest scores; with a gradient those of query, key and value, and of
     whatever was captured. `places`: for each the element that a point writes, or adds to."""
 
     kind: ClassVar[str] = "contract"

@@ -456,7 +456,10 @@ def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index]
             term = as_index(coef)
             for a in mono:
                 if isinstance(a, Dyn):
-                    term = term * from_atom(Dyn(walk(a.expr), a.lo, a.hi))
+                    inner = walk(a.expr)
+                    plain = _as_plain_index(inner.args[0] if inner.op == "check" else inner)
+                    known = plain is not None and (inner.op != "check" or fits(plain, inner.attr.size))
+                    term = term * (plain if known else from_atom(Dyn(inner, a.lo, a.hi)))
                 elif isinstance(a, Op):
                     x, y = on_index(a.a), on_index(a.b)
                     term = term * BUILD[a.kind](x, y)

@@ -95,8 +95,9 @@ def is_fused(c: Call) -> bool:
         caps.deterministic and c.captured)
 
 
-def attended(c: Call) -> tuple[Value, Value]:
-    """The result, in the dtype of queries, and the logarithms of the rows' sums, to the base of two."""
+def attended(c: Call) -> tuple[Value, Value, Value]:
+    """The result, in the dtype of queries, and to the base of two the logarithms of the rows' sums and their largest
+    scores."""
     return fused(c) if is_fused(c) else composed(c)
 
 
@@ -159,13 +160,14 @@ def node_of(c: Call, p: Points, names: Sequence[str], places: Sequence[Sequence[
         gradient, tf32="product" in g.capabilities.tf32, origin=build.origin()))
 
 
-def fused(c: Call) -> tuple[Value, Value]:
+def fused(c: Call) -> tuple[Value, Value, Value]:
     g, p = build.graph(), points_of(c)
     shape = c.query.shape[:3]
-    out, logs = g.add_buffer((*shape, c.value.shape[3]), c.query.dtype), g.add_buffer(shape, c.wide)
+    made = g.add_buffer((*shape, c.value.shape[3]), c.query.dtype), *(g.add_buffer(shape, c.wide) for _ in range(2))
     query = (*p.query_at, as_index(p.row))
-    made = node_of(c, p, (out.name, logs.name), ((*query, as_index(p.width)), query), fresh_carry(c.wide))
-    return made[0], made[1]
+    out, logs, tops = node_of(c, p, [b.name for b in made], ((*query, as_index(p.width)), query, query),
+                              fresh_carry(c.wide))
+    return out, logs, tops
 
 
 def fused_backward(c: Call, grad: Value, logs: Value, inner: Value) -> list[Value]:
@@ -225,8 +227,8 @@ def scores(c: Call) -> tuple[Value, Value]:
     return total, build.pointwise(total.shape, body)
 
 
-def composed(c: Call) -> tuple[Value, Value]:
-    """softmax(scores) @ v, zero where all is hidden, and the logarithms."""
+def composed(c: Call) -> tuple[Value, Value, Value]:
+    """softmax(scores) @ v, zero where all is hidden, the logarithms and the largest scores."""
     wide, (_, s) = c.wide, scores(c)
     largest = accumulate("max", s.shape, [3], wide, s.load)
 
@@ -243,7 +245,8 @@ def composed(c: Call) -> tuple[Value, Value]:
         return total.load(i) / where(eq(n, 0), const(1, wide), n)
 
     out = build.pointwise(total.shape, share, c.query.dtype)
-    return out, build.pointwise(sums.shape, lambda i: (largest.load(i) + log(sums.load(i))) * LOG2E)
+    logs = build.pointwise(sums.shape, lambda i: (largest.load(i) + log(sums.load(i))) * LOG2E)
+    return out, logs, times(largest, LOG2E)
 
 
 def kept(c: Call, v: Value) -> Value:
@@ -328,7 +331,7 @@ def attention_for_cpu(q: Value, k: Value, v: Value, dropout_p: Any = 0.0, is_cau
                       attn_mask: Value | None = None, scale: Any = None) -> Any:
     if not is_ours(q, k, v, dropout_p, scale):
         return NotImplemented
-    out, logs = attended(call_of(q, k, v, attn_mask, is_causal, scale))
+    out, logs, _ = attended(call_of(q, k, v, attn_mask, is_causal, scale))
     return out, times(logs, math.log(2))
 
 

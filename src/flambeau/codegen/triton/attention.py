@@ -248,6 +248,7 @@ class AttentionBlocks(BlockWriter):
         assert lists is not None
         own, other = (lists.high, lists.wide) if self.by_rows else (lists.wide, lists.high)
         each = other // self.step
+        self.scopes[-1].vars.add(x.at)
         self.line(f"{self.sym(x.at)} = first // {own}")
 
         def found() -> None:
@@ -376,12 +377,14 @@ class OutBlocks(AttentionBlocks):
 
     def finish(self, rows: Side, sums: Sequence[str]) -> None:
         n, places = self.n, dict(self.k.stores)
-        out, logs = n.names
+        out, logs, tops = n.names
         if out in places:
             self.line("share = 1 / tl.where(total == 0, 1, total)")
             self.written(out, places[out], [f"{x} * share[:, None]" for x in sums], rows, n.width, self.broad)
         if logs in places:
             self.store(logs, places[logs], "(top + tl.log2(total))[:, None]", frozenset((0,)))
+        if tops in places:
+            self.store(tops, places[tops], "top[:, None]", frozenset((0,)))
 
 
 def within(t: AttentionTile, high: int, wide: int) -> AttentionTile:
