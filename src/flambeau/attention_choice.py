@@ -86,8 +86,8 @@ def library(asked: Asked, leaves: list[Tensor | None]) -> list[Tensor]:
 
 
 def graph_of(asked: Asked, given: list[Tensor | None]) -> fx.GraphModule:
-    """The same as calls of our operator. Given are queries, keys, values, mask, the seed of dropout, and the gradient of
-    the result, as far as there are any."""
+    """The same as calls of our operator. `given`: queries, keys, values, the mask, the seed of dropout and the gradient
+    of the result; None for what there is not."""
     graph, ops = fx.Graph(), torch.ops.flambeau
     names = "query", "key", "value", "mask", "seed", "grad"
     with FakeTensorMode() as mode, torch.no_grad():

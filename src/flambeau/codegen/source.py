@@ -13,7 +13,7 @@ from flambeau.ir.faults import Sites
 from flambeau.ir.index import Dyn, Index, Op, Sym
 
 if TYPE_CHECKING:
-    from flambeau.ir.program import AnyKernel, Kernel
+    from flambeau.ir.program import AnyKernel, AttentionKernel, Kernel
 
 LIBRARY = Path(__file__).parent / "lib"  # headers that kernels include, and the Python that Triton's import
 
@@ -162,7 +162,7 @@ def items_function(source: RangeSource) -> Callable[..., tuple[int, ...]]:
     return items
 
 
-def site_table(kernel: Kernel) -> Sites:
+def site_table(kernel: Kernel | AttentionKernel) -> Sites:
     """What a kernel reports, with the sizes as the host can find them."""
     from flambeau.ir.program import sites_of  # with torch, which compilers of texts do without
 

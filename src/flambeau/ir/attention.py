@@ -5,8 +5,8 @@
     out[row, width] = the sum over columns of p * keep * value
 
 for every point of `batch` and `group`; keys and values do not depend on `group` (grouped heads share them). Score, mask
-and keep are expressions like any others, over `product` (s at a point) and the variables: a bias, a causal mask, a window,
-documents, a soft cap and dropout differ in nothing but these. Nothing of the size of rows times columns is ever memory.
+and keep are expressions over `product` (s at a point) and the variables: biases, causal masks, windows, documents, soft
+caps and dropout differ in these alone. Nothing of the size of rows times columns is ever in memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .nodes import Node
 
 @dataclass(frozen=True)
 class Listed:
-    """Blocks that are listed in memory: of block `at` of the one side, `count` blocks of the other side are of this kind;
-    the one at position `step` in the list is `block`."""
+    """Blocks that are listed in memory: for block `at` of the one side there are `count` blocks of the other side, and
+    number `step` of them is `block`."""
 
     at: Sym
     step: Sym
@@ -49,8 +49,8 @@ class Lists:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What the gradient knows beside the attention: the gradient of its result, the logarithms of the rows' sums, and for
-    each row the sum over `width` of result times gradient."""
+    """What a gradient is computed from, beside the attention: the gradient of its result, the logarithms of the rows'
+    sums, and for each row the sum over `width` of result times gradient."""
 
     result: Expr  # the gradient of out, over batch, group, row and width
     logs: Expr  # to the base of two, over batch, group and row
@@ -63,8 +63,9 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Attention(Node):
-    """names: out, and to the base of two the logarithms of the rows' sums and their largest scores; with a gradient those of query, key and value, and of
-    whatever was captured. `places`: for each the element that a point writes, or adds to."""
+    """names: out, and to the base of two the logarithms of the rows' sums and their largest scores. With a gradient:
+    the gradients of query, key and value, and of whatever is captured. `places`: the element of each that a point
+    writes, or adds to."""
 
     kind: ClassVar[str] = "contract"
     places: tuple[tuple[Index, ...], ...]

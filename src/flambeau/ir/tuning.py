@@ -12,7 +12,7 @@ field.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -324,8 +324,8 @@ TILES = (ProductTile(128, 256, 128, 3, 8), ProductTile(128, 256, 128, 4, 8, part
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """The part of attention that one program has at a time: rows and columns of scores, how many blocks of what goes past
-    are on their way at once, and warps."""
+    """The part of attention that one program has at a time: rows and columns of scores, how many blocks are on their
+    way at once, and warps."""
 
     high: int
     wide: int
@@ -334,21 +334,35 @@ class AttentionTile:
     listed: int = 3  # blocks of a side from which on it is worth a launch to list those that a mask leaves
 
 
-# By role and size of a head, for factors of 16 bits: the fastest of 350 forms on an H200 (4 x 16 heads, length 4096). A
-# program for both gradients, with five products for a block where two have seven, takes longer: it waits for what it adds
-# to memory. Reads by the copy engine are not faster than those by pointers.
-ATTENTION: dict[str, dict[int, AttentionTile]] = {
-    "out": {128: AttentionTile(64, 64, 3, 4), 256: AttentionTile(64, 64, 2, 4)},
-    "queries": {64: AttentionTile(128, 64, 3, 4), 128: AttentionTile(128, 64, 3, 8), 256: AttentionTile(64, 32, 2, 4)},
-    "keys": {64: AttentionTile(32, 64, 2, 4), 128: AttentionTile(64, 64, 2, 4), 256: AttentionTile(32, 64, 2, 8)},
+# By bytes of a factor, role and size of a head. Those of 16 bits and up to 128 elements are the fastest of 350 forms on
+# an H200 (4 x 16 heads, length 4096). A single kernel for both gradients takes longer, though it has five products for
+# a block where two kernels have seven: it waits for what it adds to memory. The copy engine reads no faster than
+# pointers.
+# Beside the first of each stands one that is faster for other masks or lengths.
+ATTENTION: dict[tuple[int, str], dict[int, tuple[AttentionTile, ...]]] = {
+    (2, "out"): {64: (AttentionTile(64, 64, 3, 4), AttentionTile(64, 128, 2, 4)),
+                 128: (AttentionTile(64, 64, 3, 4), AttentionTile(128, 64, 3, 8)),
+                 256: (AttentionTile(64, 64, 2, 4), AttentionTile(64, 32, 3, 4))},
+    (2, "queries"): {64: (AttentionTile(128, 64, 3, 4), AttentionTile(64, 64, 3, 4)),
+                     128: (AttentionTile(128, 64, 3, 8), AttentionTile(64, 64, 2, 4)),
+                     256: (AttentionTile(64, 32, 2, 4), AttentionTile(128, 32, 2, 8))},
+    (2, "keys"): {64: (AttentionTile(32, 64, 2, 4), AttentionTile(64, 64, 2, 4)),
+                  128: (AttentionTile(64, 64, 2, 4), AttentionTile(32, 64, 2, 4)),
+                  256: (AttentionTile(32, 64, 2, 8),)},
+    (4, "out"): {128: (AttentionTile(64, 32, 2, 4),), 256: (AttentionTile(32, 32, 1, 4),)},
+    (4, "queries"): {64: (AttentionTile(64, 32, 2, 4),), 256: (AttentionTile(32, 32, 1, 4),)},
+    (4, "keys"): {256: (AttentionTile(32, 32, 1, 4),)},
+    **dict.fromkeys([(8, role) for role in ("out", "queries", "keys")],
+                    {128: (AttentionTile(32, 32, 1, 4),), 256: (AttentionTile(16, 16, 1, 4),)}),
 }
-WIDE_FACTORS = AttentionTile(32, 32, 1, 4)  # of 32 or 64 bits: without tensor cores registers hold no more
 
 
-def attention_tile(role: str, head: int, itemsize: int) -> AttentionTile:
-    if itemsize > 2:
-        return WIDE_FACTORS
-    return next(t for size, t in ATTENTION[role].items() if head <= size)
+def attention_tile(role: str, head: int, itemsize: int, draws: bool, number: int = 0) -> AttentionTile:
+    """The first, or another one where there is one. `draws`: a random number for each score takes more registers than
+    the score."""
+    found = next(tiles for size, tiles in ATTENTION[itemsize, role].items() if head <= size)
+    tile = found[min(number, len(found) - 1)]
+    return replace(tile, high=64) if draws and tile.high > 64 else tile
 
 
 # ---- block shapes around those of the table ----------------------------------------------------------------
@@ -364,7 +378,7 @@ class Scale:
     elements: int = 0
     warps: int = 0
     stages: int = 0
-    tile: int = 0  # of a matrix product: which of its tiles, the best by the table first
+    tile: int = 0  # of a matrix product, or of attention: which of its tiles, the best by the table first
 
     def sized(self, elements: int) -> int:
         return max(1, shifted(elements, self.elements))
@@ -386,3 +400,4 @@ UNSCALED = Scale()
 AROUND = (Scale(elements=1), Scale(elements=-1), Scale(elements=1, warps=1), Scale(elements=-1, warps=-1),
           Scale(warps=1), Scale(warps=-1), Scale(stages=-2))
 OTHER_TILES = tuple(Scale(tile=k) for k in range(1, 7))  # of a product: those that may be as good
+OTHER_BLOCKS = (Scale(tile=1),)  # of attention

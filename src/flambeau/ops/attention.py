@@ -54,7 +54,7 @@ class Call:
     bias: Callable[[Where], Expr] | None = None  # added to the score
     mask: Callable[[Where], Expr] | None = None  # scores that count
     keep: Callable[[Where], Expr] | None = None  # a factor of what each is worth in the end
-    slope: Callable[[Expr, Expr, Where], Expr] | None = None  # the score's gradient: of the product and that of the score
+    slope: Callable[[Expr, Expr, Where], Expr] | None = None  # the gradient of a product, by it and that of its score
     lists: Callable[[Index, Index], Lists] | None = None  # of batch and head: the blocks that are computed
     captured: Sequence[Captured] = field(default=())
 
@@ -139,9 +139,9 @@ class Points:
 def points_of(c: Call) -> Points:
     sizes = {"z": c.query.shape[0], "h": c.key.shape[1], "g": c.group, "m": c.query.shape[2], "n": c.key.shape[2],
              "e": c.query.shape[3], "d": c.value.shape[3]}
-    z, h, g, *others = (Sym(name, size) for name, size in sizes.items())
+    z, h, g, m, n, e, d = (Sym(name, size) for name, size in sizes.items())
     at, head, part = as_indices((z, h, g))
-    return Points((z, h), g, *others, (at, head), (at, head * c.group + part))
+    return Points((z, h), g, m, n, e, d, (at, head), (at, head * c.group + part))
 
 
 def node_of(c: Call, p: Points, names: Sequence[str], places: Sequence[Sequence[Index]], product: Expr,
@@ -205,7 +205,8 @@ def transposed(v: Value) -> Value:
 
 def for_each_head(c: Call, v: Value) -> Value:
     """Keys or values, one for each head of queries."""
-    return v if c.group is ONE else v.view((v.shape[0], c.heads, *v.shape[2:]), lambda i: (i[0], i[1] // c.group, *i[2:]))
+    shape = v.shape[0], c.heads, *v.shape[2:]
+    return v if c.group is ONE else v.view(shape, lambda i: (i[0], i[1] // c.group, *i[2:]))
 
 
 def summed_heads(c: Call, v: Value) -> Value:
@@ -273,10 +274,15 @@ def composed_backward(c: Call, grad: Value, logs: Value, inner: Value) -> list[V
     ds = build.pointwise(s.shape, slope)
     made = [product(ds, for_each_head(c, c.key)), summed_heads(c, product(transposed(ds), c.query)),
             summed_heads(c, product(transposed(kept(c, p)), grad))]
-    captured = [build.scatter(
-        x.shape, lambda _, x=x: const(0, opmath(x.dtype)), s.shape, x.index,
-        lambda i, x=x: where(eq(p.load(i), 0), 0, cast(x.value(total.load(i) * c.factor, given.load(i), i),
-                                                       opmath(x.dtype))), "add") for x in c.captured]
+
+    def added(x: Captured) -> Value:
+        def value(i: Where) -> Expr:
+            e = x.value(total.load(i) * c.factor, given.load(i), i)
+            return where(eq(p.load(i), 0), 0, cast(e, opmath(x.dtype)))
+
+        return build.scatter(x.shape, lambda _: const(0, opmath(x.dtype)), s.shape, x.index, value, "add")
+
+    captured = [added(x) for x in c.captured]
     return [*(build.pointwise(m.shape, m.load, x.dtype) for m, x in zip(made, (c.query, c.key, c.value), strict=True)),
             *rounded(c, captured)]
 

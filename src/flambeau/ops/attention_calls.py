@@ -1,9 +1,8 @@
-"""`scaled_dot_product_attention` while a graph is traced: a library's where one takes the call and is faster, ours else.
+"""`scaled_dot_product_attention` while a graph is traced: a library's kernel, or one operator of ours.
 
-Torch chooses a library's kernel for each call, by switches, sizes and strides, and takes the call apart into products and
-a softmax, with all scores in memory, where none takes it. Instead such a call is one operator of ours
-(`flambeau::attention`), and so is one that a library takes if whoever compiles says so (`choosing`).
-"""
+Torch chooses a library's kernel for each call, by switches, sizes and strides. Where none takes the call it takes it
+apart into products and a softmax, with all scores in memory. Such a call becomes our operator (`flambeau::attention`)
+instead, and so does one that a library takes if whoever compiles says so (`choosing`)."""
 
 from __future__ import annotations
 
@@ -121,8 +120,9 @@ def is_taken(a: Asked) -> bool:
 
 def own(a: Asked, order: Sequence[int] = (0, 1, 2, 3)) -> Tensor:
     """`order`: of the result's dimensions in memory."""
-    q, k, v, mask = (x if x is None or x.dim() != 3 or a.query.dim() == 4 else x.unsqueeze(0)
-                     for x in (a.query, a.key, a.value, a.mask))
+    q, k, v, mask = a.query, a.key, a.value, a.mask
+    if q.dim() == 3:
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     # The numbers that dropout draws follow from a seed in memory, which forward and backward read.
     seed = torch.randint(0, 2**62, (), device=q.device) if a.dropout else None
     out = _Attention.apply(q, k, v, mask, seed, list(order), float(a.dropout), a.is_causal, a.scale)
@@ -152,10 +152,10 @@ class _Attention(torch.autograd.Function):
 # ---- the operator ------------------------------------------------------------------------------------------
 
 HOW = "float dropout, bool is_causal, float? scale"
-torch.library.define("flambeau::attention", f"(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? seed, {HOW}, "
-                     "int[] order) -> (Tensor, Tensor)")
-torch.library.define("flambeau::attention_backward", "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, "
-                     f"Tensor? seed, Tensor out, Tensor logs, {HOW}, bool of_mask) -> (Tensor, Tensor, Tensor, Tensor)")
+GIVEN = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? seed"
+torch.library.define("flambeau::attention", f"({GIVEN}, {HOW}, int[] order) -> (Tensor, Tensor)")
+torch.library.define("flambeau::attention_backward", f"(Tensor grad, {GIVEN}, Tensor out, Tensor logs, {HOW}, "
+                     "bool of_mask) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 @torch.library.register_fake("flambeau::attention")
@@ -171,9 +171,9 @@ def empty(q: Tensor, v: Tensor, order: list[int]) -> Tensor:
 
 
 @torch.library.register_fake("flambeau::attention_backward")
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor, logs: Tensor,
-      dropout: float, is_causal: bool, scale: float | None, of_mask: bool) -> tuple[Tensor, ...]:
-    of = torch.empty_like(mask, memory_format=torch.contiguous_format) if of_mask and mask is not None else q.new_empty(0)
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor,
+      logs: Tensor, dropout: float, is_causal: bool, scale: float | None, of_mask: bool) -> tuple[Tensor, ...]:
+    of = mask.new_empty(mask.shape) if of_mask and mask is not None else q.new_empty(0)
     return *(torch.empty_like(x) for x in (q, k, v)), of
 
 
@@ -226,8 +226,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None,
 
 
 @torch.library.impl("flambeau::attention_backward", "CompositeExplicitAutograd")
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor, logs: Tensor,
-      dropout: float, is_causal: bool, scale: float | None, of_mask: bool) -> tuple[Tensor, ...]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor,
+      logs: Tensor, dropout: float, is_causal: bool, scale: float | None, of_mask: bool) -> tuple[Tensor, ...]:
     s, times = scores_of(q, k, mask, is_causal, scale), q.shape[1] // k.shape[1]
     kept, g, factor = kept_of(s, seed, dropout), grad.to(s.dtype), q.shape[-1] ** -0.5 if scale is None else scale
     p = torch.exp(s - logs[..., None] * math.log(2)).masked_fill(s == -math.inf, 0)

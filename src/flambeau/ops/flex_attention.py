@@ -67,7 +67,8 @@ def lists_of(tables: Sequence[Any], high: Any, wide: Any) -> Callable[[Index, In
         return None
 
     def lists(batch: Index, head: Index) -> Lists:
-        def listed(count: Value | None, blocks: Value | None, name: str) -> Listed | None:
+        def listed(k: int, name: str) -> Listed | None:
+            count, blocks = tables[2 * k:2 * k + 2]
             if count is None or blocks is None:
                 return None
             at, step = Sym(f"{name}_at", count.shape[2]), Sym(f"{name}_step", blocks.shape[3])
@@ -75,10 +76,9 @@ def lists_of(tables: Sequence[Any], high: Any, wide: Any) -> Callable[[Index, In
             return Listed(at, step, count.load((*where, as_index(at))),
                           blocks.load((*where, as_index(at), as_index(step))))
 
-        made = [listed(*tables[k:k + 2], name) for k, name in zip(range(0, 8, 2), (
-            "part", "whole", "part_down", "whole_down"), strict=True)]
-        assert made[0] is not None
-        return Lists(high, wide, made[0], *made[1:])
+        part, *others = (listed(k, name) for k, name in enumerate(("part", "whole", "part_down", "whole_down")))
+        assert part is not None
+        return Lists(high, wide, part, *others)
 
     return lists
 
@@ -142,15 +142,16 @@ def flex_attention_backward(
         of_logs = scaled(of_logs, 1 / math.log(2))
     dq, dk, dv, *captured = attended_backward(c, grad, out, logs, of_logs)
     dk, dv = (v if x.shape[0] is v.shape[0] else summed(v) for v, x in ((dk, key), (dv, value)))
-    each: list[Value | None] = [None] * len(score_others)
+    each: dict[int, Value] = {}
     for k, v in zip(owners, captured, strict=True):
-        each[k] = v if each[k] is None else plus(each[k], v)
-    return [dq, dk, dv, each]
+        each[k] = plus(each[k], v) if k in each else v
+    return [dq, dk, dv, [each.get(k) for k in range(len(score_others))]]
 
 
 def with_slope(c: Call, joint: Formula, others: Sequence[Any]) -> tuple[Call, list[int]]:
-    """The call with its score's gradient, and whose gradient each captured one is. `joint` is a function of the product,
-    the place, the gradient of the score and the tensors: the gradients of all of these but that one."""
+    """The call with its score's gradient, and the position in `others` of each tensor whose gradient is captured.
+    `joint` takes the product, its place, the gradient of the score and the tensors, and returns the gradients of all
+    but that."""
     dtype = c.wide
 
     @cache

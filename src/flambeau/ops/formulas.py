@@ -3,8 +3,8 @@
     points = [score, index_value(row, torch.int32)]            # expressions
     result, = expressions(function, points, [table])           # the function of values, lowered; tables are values
 
-The function is lowered like any other graph, on values without dimensions; then every value on the way takes the place of
-its reads, so that nothing of it is left but one expression.
+The function is lowered like any other graph, on values without dimensions. Then every intermediate value is put in the
+place of its reads, and one expression is left.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import torch.fx as fx
 from flambeau.ir.index import Sym
 from flambeau.ir.program import (
     AnyKernel,
-    Call,
     AttentionKernel,
+    Call,
     ContractKernel,
     Copy,
     Keep,

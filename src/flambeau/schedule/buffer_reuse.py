@@ -16,9 +16,9 @@ from flambeau.ir.expr import Expr, loads, rewrite, where
 from flambeau.ir.index import Dyn
 from flambeau.ir.nodes import Graph, Value
 from flambeau.ir.program import (
+    AttentionKernel,
     BufferPlan,
     Call,
-    AttentionKernel,
     ContractKernel,
     Copy,
     Item,

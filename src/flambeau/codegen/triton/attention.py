@@ -1,11 +1,10 @@
-"""Attention in Triton: a program takes a block of rows, and blocks of columns go past, whose scores stay in registers.
+"""Attention in Triton: a program has a block of rows, blocks of columns go past, and scores stay in registers.
 
-The sum of a row is kept relative to the largest score so far (an online softmax, to the base of two), so that scores are
-computed once. Score and mask are whatever expressions they are, written over the tile of a block. Blocks of columns
-are of two kinds, each with a loop of its own: in whole blocks the mask holds everywhere and nothing is asked; in others it
-is computed. Which are which follows from where the mask begins and ends (`Limit`), or from lists in memory: of the
-caller's, or our own (`attention_lists.py`). All other blocks are not even looked at.
-"""
+The sum of a row is kept relative to its largest score so far (an online softmax, to the base of two), so that every
+score is computed once. Score and mask are expressions, written over the tile of a block. There are two kinds of blocks
+of columns, with a loop each: whole ones, in which the mask holds everywhere and is not computed, and others. Which is
+which follows from where the mask begins and ends (`Limit`), or from lists in memory: the caller's, or our own
+(`attention_lists.py`). Blocks in which the mask holds nowhere are skipped."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flambeau.ir.attention import Listed
-from flambeau.ir.dtypes import is_float
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, loads
 from flambeau.ir.index import ONE, Index, Sym, as_index, flat, volume
 from flambeau.ir.program import AttentionKernel, sites_of
 from flambeau.ir.tuning import UNSCALED, AttentionTile, Scale, attention_tile
@@ -44,7 +42,7 @@ def pieces(size: Index, about: int) -> list[Piece]:
     whole = max(LEAST, power(n))
     first = whole // 2
     second = max(LEAST, power(n - first)) if n > first else whole
-    sizes = [first, second] if size.is_const and LEAST <= first and first + second < whole else [whole]
+    sizes = [first, second] if size.is_const and first >= LEAST and first + second < whole else [whole]
     starts = [0, first][: len(sizes)]
     return [Piece(at, length, not size.is_const or at + length > n) for at, length in zip(starts, sizes, strict=True)]
 
@@ -84,7 +82,7 @@ class AttentionBlocks(BlockWriter):
         self.deep = pieces(n.depth.size, k.about(n.depth.size, 64))
         self.broad = pieces(n.width.size, k.about(n.width.size, 64))
         head = max(sum(p.length for p in side) for side in (self.deep, self.broad))
-        self.t = attention_tile(k.role, head, self.kind.itemsize)
+        self.t = attention_tile(k.role, head, self.kind.itemsize, n.keep is not None, scale.tile)
         if n.lists is not None:
             self.t = within(self.t, n.lists.high, n.lists.wide)
         self.by_rows = k.role in ("out", "queries")
@@ -94,15 +92,20 @@ class AttentionBlocks(BlockWriter):
     # ---- the program -----------------------------------------------------------------------------------
 
     def open(self, *batch: Sym) -> str:
-        """Which block a program has, and for which point of the batch; the grid."""
+        """Which block a program has, and for which point of the batch; the grid. Programs that read the same scores'
+        biases come one after the other."""
+        across = [e.symbols() for e in loads(self.n.score) if {self.n.row, self.n.column} <= e.symbols()]
         batch = tuple(v for v in batch if v.size is not ONE)
+        alike = tuple(v for v in batch if across and not any(v in found for found in across))
+        outside, inside = tuple(v for v in batch if v not in alike), self.index(volume(alike))
         count = count_text(self.own.size, self.length, self.index)
         self.line(f"pid = tl.program_id(0){self.widened()}")
-        at = f"pid % {count}"
+        self.decompose(f"(pid % {inside})", alike)
+        at = f"pid // {inside} % {count}"
         if self.by_rows and any(x.step for x in self.k.below):  # those with the most columns first
             at = f"{count} - 1 - {at}"
         self.line(f"block = {at}")
-        self.decompose(f"(pid // {count})", batch)
+        self.decompose(f"(pid // ({inside} * {count}))", outside)
         self.line(f"first = block * {self.length}")
         self.side(self.own, "first", 0, self.length)
         grid = [count_text(self.own.size, self.length, self.host), self.host(volume(batch))]
@@ -169,8 +172,9 @@ class AttentionBlocks(BlockWriter):
                 self.store(name, address.subs(mapping), f"tl.cast({text}, {kind})", self.full())
 
     def dot(self, a: Sequence[str], b: Sequence[str], into: str = "") -> str:
-        """The sum of products of pieces."""
-        how = f', input_precision="{"tf32" if self.n.tf32 else "ieee"}"' if is_float(self.kind) else ""
+        """The sum of the products of pieces. One in float32 is three of tensor cores, as it is in libraries'
+        kernels."""
+        how = f', input_precision="{"tf32" if self.n.tf32 else "tf32x3"}"' if self.kind is torch.float32 else ""
         for x, y in zip(a, b, strict=True):
             name = self.fresh("s")
             self.line(f"{name} = tl.dot({x}, {y}{f', {into}' if into else ''}{how}, "

@@ -135,7 +135,8 @@ class KeysBlocks(GradientBlocks):
         self.finish(columns, *sums)
         return self.draft(grid)
 
-    def past(self, keys: Sequence[str], values: Sequence[str], of_keys: Sequence[str], of_values: Sequence[str]) -> None:
+    def past(self, keys: Sequence[str], values: Sequence[str], of_keys: Sequence[str], of_values: Sequence[str]
+             ) -> None:
         n, g = self.n, self.gradient
         for w in self.walks():
             with self.walk(w) as rows:

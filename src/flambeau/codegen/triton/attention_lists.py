@@ -1,9 +1,9 @@
-"""The parts of a kernel of attention: what is cleared first, lists of the blocks that a mask leaves, and the kernel.
+"""The launches of attention: what is cleared first, lists of the blocks that a mask leaves, and the kernel itself.
 
-A mask that is no matter of limits (a padding mask in memory, documents) is computed once for each block, at points of the
-batch that it depends on: it holds nowhere, everywhere, or in parts. Then each block of the one side lists those of the
-other side that it has to look at. Both are launches of their own, which take little beside the products that they save.
-"""
+Some masks are more than limits (a padding mask in memory, documents). Such a mask is computed once for each block, and
+for those points of the batch that it depends on: it holds nowhere, everywhere, or in a part of the block. Then every
+block of the one side lists the blocks of the other side that it has to look at. These two launches take little time
+beside the products that they save."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class StateBlocks(AttentionBlocks):
         self.side(self.own, "first", 0, self.length)
         self.side(self.other, f"at * {self.step}", 1, self.step)
         self.line(f"holds = {self.spread(self.conditions(Walk('', ends=True, asks=True)), self.full())}")
-        inside, beyond = (f"holds & {self.masks[0]}", f"holds | ~{self.masks[0]}") if 0 in self.masks else ("holds",) * 2
-        self.line(f"some = tl.max(tl.cast({inside}, tl.int32))")
-        self.line(f"every = tl.min(tl.cast({beyond}, tl.int32))")
+        inside, beyond = (f" & {self.masks[0]}", f" | ~{self.masks[0]}") if 0 in self.masks else ("", "")
+        self.line(f"some = tl.max(tl.cast(holds{inside}, tl.int32))")
+        self.line(f"every = tl.min(tl.cast(holds{beyond}, tl.int32))")
         base = f"work.to(tl.pointer_type(tl.int32)) + {lists} * ({other} + 2)"
         self.line(f"tl.store({base} + pid, some + some * every)")
         _, other, lists = self.list_sizes(self.host)
@@ -63,7 +63,8 @@ class StateBlocks(AttentionBlocks):
 
 
 class ListBlocks(AttentionBlocks):
-    """For each block of the one side, those of the other side: in parts from the start on, whole ones from the end on."""
+    """For each block of the one side those of the other side: whole ones stand at the end of a list, others at its
+    beginning."""
 
     def render(self) -> PartDraft:
         _, other, lists = self.list_sizes(self.index)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flambeau.ir.index import Dyn, Index, as_index, upper
 from flambeau.ir.program import AnyKernel, AttentionKernel, ContractKernel, Kernel, ScatterKernel, TableKernel
-from flambeau.ir.tuning import AROUND, OTHER_TILES
+from flambeau.ir.tuning import AROUND, OTHER_BLOCKS, OTHER_TILES
 
 from ..source import BlockSource, host_text
 from .kernel import render
@@ -19,21 +19,21 @@ def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:
     be launched twice. Neither have those whose results nobody could compare, since no size says how long they are, or
     since they lie all over memory. Products have some all the same, for what was found elsewhere.
     """
-    if isinstance(kernel, (AttentionKernel, ScatterKernel, TableKernel)):
+    if isinstance(kernel, (ScatterKernel, TableKernel)):
         return source
     product = isinstance(kernel, ContractKernel)
     results = results_of(kernel)
     if not results and not product:
         return source
     made: list[BlockSource] = []
-    for t in OTHER_TILES if product else AROUND:
+    for t in OTHER_BLOCKS if isinstance(kernel, AttentionKernel) else OTHER_TILES if product else AROUND:
         other = render(kernel, source.name, t)
         if all((other.text, other.parts) != (s.text, s.parts) for s in (source, *made)):
             made.append(replace(other, name=f"{source.name}.{len(made) + 1}"))
     return replace(source, results=tuple(results), alternatives=tuple(made))
 
 
-def results_of(kernel: Kernel) -> list[tuple[int, str]]:
+def results_of(kernel: Kernel | AttentionKernel) -> list[tuple[int, str]]:
     """Which pointers are results, and how many elements each has."""
     results = []
     for at, p in enumerate(kernel.params):

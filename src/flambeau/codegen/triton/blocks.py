@@ -20,7 +20,7 @@ from flambeau.ir.faults import LOW, head
 from flambeau.ir.index import WORD, Dyn, Index, Sym, as_index, largest, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import Kernel, Param
+from flambeau.ir.program import AttentionKernel, Kernel, Param
 from flambeau.ir.tuning import BLOCKS
 
 from ..dialect import Pipelined, Steps
@@ -392,7 +392,8 @@ def power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def width_of(k: Kernel, exprs: Iterable[Expr], stores: Iterable[tuple[str, Index]], *nests: Sequence[Sym]) -> Width:
+def width_of(k: Kernel | AttentionKernel, exprs: Iterable[Expr], stores: Iterable[tuple[str, Index]],
+             *nests: Sequence[Sym]) -> Width:
     """How wide the indices of a kernel are that computes these over these loops."""
     everything = list(walk(*exprs))
     accesses = [*((e.attr[0], a) for e in everything if e.op == "load" for a in e.attr[1]), *stores]
