@@ -192,7 +192,8 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own:
         written = target.bounded if config.verify is True else target.render
         texts = [written(k, f"k{i}") for i, k in enumerate(program.kernels)]
         if not options.deterministic:  # what the clock chooses, may round in another way
-            timed: tuple[type, ...] = (AttentionKernel, ContractKernel) if options.contractions == "choose" else ()
+            timed: tuple[type, ...] = (ContractKernel,) if options.contractions == "choose" else ()
+            timed += (AttentionKernel,) if timed and target.times else ()
             timed = (AttentionKernel, LoopKernel, ScanKernel, ContractKernel) if options.search else timed
             texts = [target.variants(k, text) if isinstance(k, timed) else text
                      for k, text in zip(program.kernels, texts, strict=True)]

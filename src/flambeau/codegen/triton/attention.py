@@ -135,7 +135,7 @@ class AttentionBlocks(BlockWriter):
         self.blocks, self.masks = [s.length for s in sides], {}
         mapping: dict[Sym, Index] = {}
         for axis, s in enumerate(sides):
-            v = Sym(self.fresh(s.var.name), s.var.size)
+            v = Sym(self.fresh(f"{s.var.name}_"), s.var.size)
             mapping[s.var] = as_index(v)
             self.axes[v] = axis
             self.scopes[-1].vars.add(v)
@@ -176,7 +176,7 @@ class AttentionBlocks(BlockWriter):
         kernels."""
         how = f', input_precision="{"tf32" if self.n.tf32 else "tf32x3"}"' if self.kind is torch.float32 else ""
         for x, y in zip(a, b, strict=True):
-            name = self.fresh("s")
+            name = self.fresh("dot")
             self.line(f"{name} = tl.dot({x}, {y}{f', {into}' if into else ''}{how}, "
                       f"out_dtype={self.d.types[self.n.dtype]})")
             into = name

@@ -35,7 +35,7 @@ class GradientBlocks(AttentionBlocks):
     def softmax(self, w: Walk, product: str, logs: str) -> str:
         """p at the points of a block."""
         self.scored(product)
-        holds, factor, p = self.conditions(w), self.linear(), self.fresh("p")
+        holds, factor, p = self.conditions(w), self.linear(), self.fresh("share")
         exponent = f"{self.spread(self.value(self.n.score), self.full())} - {logs}" if factor is None \
             else f"fl.fma({product}, {factor}, -{logs})"
         self.line(f"{p} = tl.exp2({exponent})")
@@ -143,7 +143,7 @@ class KeysBlocks(GradientBlocks):
                 queries = self.factor(n.query, rows, n.depth, self.deep)
                 p = self.softmax(w, self.dot(keys, transposed(queries)), self.logs())
                 results = self.factor(g.result, rows, n.width, self.broad)
-                kept = self.fresh("p")
+                kept = self.fresh("share")
                 self.line(f"{kept} = tl.cast({self.kept(p)}, {self.d.types[self.kind]})")
                 for name, x in zip(of_values, results, strict=True):
                     self.line(f"{name} = {self.dot([kept], [x], name)}")
