@@ -227,6 +227,8 @@ class Lowering:
             return self.c.symbols.host(val)
         if isinstance(val, (float, bool)):
             return val
+        if target in HIGHER and (rule := facts(target).keeps_less) is not None:
+            n.args = rule(None, *n.args)
         args, kwargs = self.arguments(n)
         if n in self.done:
             return args[0]

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from flambeau.ir import build
 from flambeau.ir.attention import Listed, Lists
@@ -98,13 +99,14 @@ def is_plain(*values: Any) -> bool:
 
 
 def without_lists(at: int) -> Callable[..., tuple[Any, ...]]:
-    """Where all blocks are computed nobody needs their lists. `at`: the place of the mask among the arguments."""
+    """Where all blocks are computed nobody needs their lists. `at`: the place of the mask among a node's arguments."""
 
     def rule(_: Any, *args: Any) -> tuple[Any, ...]:
-        mask = args[at]
-        if not all(isinstance(n, int) and n >= EVERYTHING for n in mask[-3:-1]):
-            return args
-        return *args[:at], (*mask[:2], *[None] * len(mask[2:-3]), *mask[-3:]), *args[at + 1:]
+        *lists, high, wide, mask = args[at]
+        # Kernels are written for one size of blocks: a guard holds it.
+        sizes = [int(n.meta["val"]) if isinstance(n, fx.Node) else n for n in (high, wide)]
+        lists = [*lists[:2], *[None] * len(lists[2:])] if min(sizes) >= EVERYTHING else lists
+        return *args[:at], (*lists, *sizes, mask), *args[at + 1:]
 
     return rule
 
