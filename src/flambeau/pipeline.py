@@ -19,7 +19,7 @@ from flambeau.capture.stream_turns import is_streamed
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.numerics import policy_of
-from flambeau.ir.program import ContractKernel, Fence, Launch, LoopKernel, Program, ScanKernel
+from flambeau.ir.program import AttentionKernel, ContractKernel, Fence, Launch, LoopKernel, Program, ScanKernel
 from flambeau.product_choice import own_products
 from flambeau.runtime.executor import write
 from flambeau.runtime.host_copies import NOTES, link_rate
@@ -198,8 +198,9 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own:
         written = target.bounded if config.verify is True else target.render
         texts = [written(k, f"k{i}") for i, k in enumerate(program.kernels)]
         if not options.deterministic:  # what the clock chooses, may round in another way
-            timed = (LoopKernel, ScanKernel, ContractKernel) if options.search else (
-                ContractKernel,) if options.contractions == "choose" else ()
+            timed: tuple[type, ...] = (ContractKernel,) if options.contractions == "choose" else ()
+            timed += (AttentionKernel,) if timed and target.times else ()
+            timed = (AttentionKernel, LoopKernel, ScanKernel, ContractKernel) if options.search else timed
             texts = [target.variants(k, text) if isinstance(k, timed) else text
                      for k, text in zip(program.kernels, texts, strict=True)]
         texts = target.named(program.kernels, texts)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flambeau import pipeline
 from flambeau.config import config
-from flambeau.ops import attention
+from flambeau.ops import attention_calls as attention
 
 HEADS, LENGTH, SIZE = 4, 8, 16
 

@@ -9,12 +9,13 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from flambeau.bench.attention_cases import attentions
 
 Make = Callable[..., Tensor]
 HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -32,12 +33,15 @@ class Case:
     aligned: bool = True
     made: Callable[[str], list[Tensor]] | None = None
     peers: tuple[str, ...] = ()  # the only ones that can do it, where not all can
+    leaves: int = 64  # of its arguments, the first, that have gradients
+    flex: Callable[..., Callable[..., Any]] | None = None  # of a device: the same as a call of flex_attention
 
     def tensors(self, device: str) -> list[Tensor]:
         torch.manual_seed(0)
         given = self.made(device) if self.made else [
             torch.randn(s, device=device).to(HALF) * (s[-1] ** -0.25) for s in self.shapes]
-        return [t.requires_grad_(self.gradient and t.dtype is HALF and t.dim() > 1) for t in given]
+        return [t.requires_grad_(self.gradient and t.dtype is HALF and t.dim() > 1 and k < self.leaves)
+                for k, t in enumerate(given)]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -98,49 +102,6 @@ def tails(draw: random.Random, count: int, scale: int) -> Iterator[Case]:
                    2.0 * m * n * depth * (2 if two else 1), dynamic=k % 4 == 3)
 
 
-# ---- attention -------------------------------------------------------------------------------------------------
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
-
-
-def padding(batch: int, length: int, device: str) -> Tensor:
-    lengths = torch.linspace(0.3 * length, length, batch, device=device).int()
-    return (torch.arange(length, device=device)[None] < lengths[:, None])[:, None, None]
-
-
-def sliding(length: int, device: str) -> Tensor:
-    at = torch.arange(length, device=device)
-    return ((at[:, None] >= at) & (at[:, None] - at < length // 8))[None, None]
-
-
-def documents(length: int, device: str) -> Tensor:
-    at = torch.arange(length, device=device)
-    which = (at * 7 // length + at * 3 // length)
-    return ((which[:, None] == which) & (at[:, None] >= at))[None, None]
-
-
-def attentions(scale: int) -> Iterator[Case]:
-    batch, heads, length, size = (4, 16, 4096, 128) if scale == 1 else (2, 2, 4096 // scale, 32)
-    shape = batch, heads, length, size
-    whole = 4.0 * prod(shape) * length * 3.5  # forward and backward
-    masks: dict[str, Callable[[str], Tensor]] = {
-        "padding": partial(padding, batch, length), "sliding window": partial(sliding, length),
-        "documents": partial(documents, length),
-        "additive bias": lambda device: torch.randn(1, heads, length, length, device=device).to(HALF)}
-
-    def made(mask: Callable[[str], Tensor] | None, device: str) -> list[Tensor]:
-        given = [torch.randn(shape, device=device).to(HALF) for _ in range(3)]
-        return given if mask is None else [*given, mask(device).detach()]
-
-    for causal in (False, True):
-        yield Case("causal" if causal else "plain", "attention", partial(attend, causal=causal), (),
-                   whole / (2 if causal else 1), gradient=True, made=partial(made, None))
-    for name, mask in masks.items():
-        yield Case(name, "attention", attend, (), whole, gradient=True, made=partial(made, mask))
-
-
 # ---- FP8 and experts -------------------------------------------------------------------------------------------
 
 BLOCK = 128  # elements that share a scale
@@ -195,4 +156,4 @@ def experts(draw: random.Random, scale: int) -> Iterator[Case]:
 def cases(seed: int, scale: int = 1, count: int = 60, tailed: int = 20) -> list[Case]:
     draw = random.Random(seed)
     return [*products(draw, count, scale), *tails(draw, tailed, scale), *fp8_products(scale), *experts(draw, scale),
-            *attentions(scale)]
+            *attentions(Case, scale)]

@@ -5,6 +5,7 @@
 The seed of the shapes is drawn unless it is given, and stands in the summary with the numbers that decide (`bars`).
 Calls are recorded in CUDA graphs, so that times are the device's; backends take turns, and times are medians. `own` has
 kernels of ours alone, `flambeau` the choice between those and the library; `autotuned` is Inductor's max-autotune.
+Attention is measured as flex_attention too, under Inductor (`flex`) and under Flambeau (`flambeau flex`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "eager": {}, "inductor": {"backend": "inductor"},
     "autotuned": {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"},
     "flambeau": {"backend": "flambeau"},
+    "flex": {"backend": "inductor"}, "flambeau flex": {"backend": "flambeau"},
     "own": {"backend": "flambeau", "options": {"contractions": "own", "search": True}}}
+OURS = ("flambeau", "own", "flambeau flex")
+FLEX = ("flex", "flambeau flex")
 AIM = 2e-3  # seconds of one recording
 ROUNDS = 9
 
@@ -48,13 +52,15 @@ class ContractionRow:
 
     def ratio(self, name: str = "flambeau") -> float | None:
         """The fastest peer's time over ours."""
-        peers = [t for b, t in self.seconds.items() if b not in ("flambeau", "own")]
+        peers = [t for b, t in self.seconds.items() if b not in OURS]
         return min(peers) / self.seconds[name] if peers and name in self.seconds else None
 
 
-def step(case: Case, backend: str) -> Callable[..., list[Tensor]]:
+def step(case: Case, backend: str, device: str) -> Callable[..., list[Tensor]]:
+    function = case.function if backend not in FLEX or case.flex is None else case.flex(device=device)
+
     def call(*inputs: Tensor) -> Any:
-        return case.function(*inputs)
+        return function(*inputs)
 
     how = BACKENDS[backend]
     own_code(call, f"{case.group}_{backend}".replace(" ", "_"))
@@ -113,12 +119,12 @@ def measure_case(case: Case, backends: Sequence[str], device: str) -> Contractio
     want: list[Tensor] | None = None
     draws = "dropout" in case.name
     for backend in backends:
-        if case.peers and backend not in case.peers:
+        if (case.peers and backend not in case.peers) or (case.flex is None and backend in FLEX):
             continue
         begin = time.perf_counter()
         try:
             torch.manual_seed(1)
-            run = step(case, backend)
+            run = step(case, backend, device)
             with flambeau.debug.collect() as graphs:
                 made = [t.detach() for t in run(*inputs)]
             if device == "cuda":

@@ -20,7 +20,8 @@ from flambeau.ir.nodes import Buffer, Extern, Fetch, Graph, Host, Library, Node,
 from flambeau.ir.numerics import FAST, Policy
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.facts import facts, is_exact
-from flambeau.ops.registry import OutOfRange, load_at
+from flambeau.ops.formulas import NotAnExpression
+from flambeau.ops.registry import HIGHER, OutOfRange, load_at
 from flambeau.runtime.host_copies import fetch, send
 from flambeau.runtime.launch_plan import DONATED, Held
 from flambeau.runtime.operator_calls import random_state, run_and_save, run_with
@@ -177,6 +178,8 @@ class Lowering:
 
     def attribute(self, n: fx.Node) -> Any:
         held = operator.attrgetter(str(n.target))(self.gm)
+        if isinstance(held, fx.GraphModule):
+            return Function(self, held)
         return self.constant(held) if isinstance(held, torch.Tensor) else held
 
     def constant(self, t: torch.Tensor) -> Value:
@@ -231,6 +234,8 @@ class Lowering:
             return self.c.symbols.host(val)
         if isinstance(val, (float, bool)):
             return val
+        if target in HIGHER and (rule := facts(target).keeps_less) is not None:
+            n.args = rule(None, *n.args)
         args, kwargs = self.arguments(n)
         if n in self.done:
             return args[0]
@@ -256,6 +261,13 @@ class Lowering:
             out = self.lowered(target, self.readable(args), self.readable(kwargs))
             if out is not NotImplemented and self.computable(self.g.nodes[before:]) and all(self.agreed()):
                 return self.settle(n, out)
+            del self.g.nodes[before:]
+            self.g.equal.clear()
+        if target in HIGHER and n.name not in self.exclude and self.takes_functions(n):
+            before = len(self.g.nodes)
+            out = HIGHER[target](*self.readable(args), **self.readable(kwargs))
+            if out is not NotImplemented and self.computable(self.g.nodes[before:]) and all(self.agreed()):
+                return self.settle_all(n, out)
             del self.g.nodes[before:]
             self.g.equal.clear()
         # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median).
@@ -348,6 +360,20 @@ class Lowering:
         return all(supported(t, dtypes) and (t.device == self.device or movable(t)) for t in given) and all(
             supported(t, dtypes) and t.device == self.device for t in made) and eager_has_kernel(
                 target, n.args, n.kwargs, self.device)
+
+    def takes_functions(self, n: fx.Node) -> bool:
+        """Whether an operator of functions may be lowered: not for eager's bits, which are those of its parts."""
+        known = [t for a in (n, *n.all_input_nodes) for t in flat(a.meta.get("val")) if isinstance(t, torch.Tensor)]
+        return not self.g.policy.exact and all(supported(t) and t.device == self.device for t in known)
+
+    def settle_all(self, n: fx.Node, out: Sequence[Any]) -> list[Any]:
+        """The same for results some of which are lists of results."""
+        made = []
+        for v, m in zip(out, n.meta["val"], strict=True):
+            part = fx.Node(n.graph, n.name, n.op, n.target, (), {})
+            part.meta["val"] = m
+            made.append(self.settle(part, v) if v is not None else None)
+        return made
 
     def settle(self, n: fx.Node, out: Any) -> Any:
         """Check a lowering's results against torch's own metadata and take over the memory order."""
@@ -473,6 +499,40 @@ class Lowering:
         self.bind_results(made, [*before, *vals])
         out = list(made[len(before):]) if several else made[-1]
         return [made[0], out] if save else out
+
+
+class Function:
+    """A graph inside of a graph, as a function of values: it is lowered where it is called."""
+
+    def __init__(self, outside: Lowering, gm: fx.GraphModule) -> None:
+        self.outside, self.gm = outside, gm
+
+    def __call__(self, *values: Any) -> list[Any]:
+        """Its results. Each number on the way is a value like any other; what is more than an expression is refused."""
+        inside = Lowering(self.gm, self.outside.c, frozenset(), self.outside.device)
+        given = iter(values)
+        for n in self.gm.graph.nodes:
+            if n.op == "placeholder":
+                inside.env[n] = next(given)
+            elif n.op == "get_attr":
+                inside.env[n] = inside.attribute(n)
+            elif n.op == "output":
+                found, = n.args
+                return [inside.lookup(x) for x in (found if isinstance(found, (list, tuple)) else (found,))]
+            else:
+                inside.env[n] = self.called(inside, n)
+        raise UnsupportedError("a function without results")
+
+    def called(self, inside: Lowering, n: fx.Node) -> Any:
+        val, (args, kwargs) = n.meta.get("val"), inside.arguments(n)
+        if n.target is operator.getitem:
+            return args[0][args[1]]
+        if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
+            return inside.c.symbols.index(val) if isinstance(val, torch.SymInt) else val
+        out = inside.lowered(n.target, inside.readable(args), inside.readable(kwargs))
+        if out is NotImplemented:
+            raise NotAnExpression
+        return out
 
 
 def has_guessed_shape(op: Any, vals: Sequence[Any]) -> bool:

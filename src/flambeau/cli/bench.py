@@ -19,7 +19,7 @@ from flambeau.results_file import plain, write_results
 MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS, ALL_SECONDS = 3.0, 1.0, 120.0, 240.0
 DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "optimizers": "foreach,fused,flambeau,accelerate",
             "compiled": "eager,ours,whole,inductor,graphs,reduce",
-            "contractions": "eager,inductor,autotuned,flambeau,own",
+            "contractions": "eager,inductor,autotuned,flambeau,own,flex,flambeau flex",
             "packages": "eager,flambeau,aotinductor,onnxruntime,package"}
 PLAIN_WIDTH = 140  # columns, if the output is not a terminal
 COUNTS = ("done", "planned", "over_eager", "error", "error_of_results")  # numbers that are printed below the table

@@ -13,7 +13,7 @@ from flambeau.ir.faults import Sites
 from flambeau.ir.index import Dyn, Index, Op, Sym
 
 if TYPE_CHECKING:
-    from flambeau.ir.program import AnyKernel, Kernel
+    from flambeau.ir.program import AnyKernel, AttentionKernel, Kernel
 
 LIBRARY = Path(__file__).parent / "lib"  # headers that kernels include, and the Python that Triton's import
 
@@ -69,11 +69,13 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Part:
-    """One launch of a block kernel: the function, how many programs, how many warps each."""
+    """One launch of a block kernel: the function, how many programs, how many warps each, and for how many rounds of a
+    loop what tensor cores multiply is on its way at once, unless the loop says so."""
 
     function: str
     grid: str  # a Python expression over the sizes n0, n1, ... and `units`, the processors of the device
     warps: int = 4
+    stages: int | None = None
     maps: tuple[TensorMap, ...] = ()
     # It waits for what is before it on its stream by itself (`fl.wait`), so that it may be launched before that is done.
     waits: bool = False
@@ -189,7 +191,7 @@ def items_function(source: RangeSource) -> Callable[..., tuple[int, ...]]:
     return items
 
 
-def site_table(kernel: Kernel) -> Sites:
+def site_table(kernel: Kernel | AttentionKernel) -> Sites:
     """What a kernel reports, with the sizes as the host can find them."""
     from flambeau.ir.program import sites_of  # with torch, which compilers of texts do without
 

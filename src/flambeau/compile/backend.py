@@ -174,9 +174,11 @@ def compile_anew(
     cache: GraphCache
 ) -> Callable[..., Any]:
     # Imported here, because a process that finds its graphs in the cache does not need the compiler.
+    from flambeau.attention_choice import own_attention
     from flambeau.capture.decompositions import table
     from flambeau.capture.eager_strides import settle_strides
     from flambeau.capture.kept_whole import whole_operators
+    from flambeau.ops.attention_calls import choosing
     from flambeau.pipeline import Options, compile_graph
 
     from .padded_products import pad_products
@@ -212,7 +214,8 @@ def compile_anew(
                            partition_fn=partial(partition, settle=not wanted.part, exact=exact, tuning=tuning,
                                                 offload=offload_of(wanted, target, example_inputs)),
                            decompositions=table(exact), keep_inference_input_mutations=True)
-    with dynamo_config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording():
+    with (dynamo_config.patch(enable_dynamo_decompositions=False), whole_operators(exact), cache.recording(),
+          choosing(partial(own_attention, wanted, target))):
         return backend(gm, example_inputs)
 
 

@@ -53,6 +53,11 @@ def graph() -> Graph:
     return _current.get()
 
 
+def origin() -> str:
+    """The operator that is lowered."""
+    return _origin.get()
+
+
 def policy() -> Policy:
     """Of the current graph: what it may compute otherwise than eager."""
     return graph().policy

@@ -44,6 +44,7 @@ class Capabilities:
     # ATen has GPU kernels here: they save other tensors, step in float32 and do not report a division by zero.
     gpu_eager: bool = False
     contracts: bool = False  # matrix products, convolutions and attention are kernels too; otherwise library calls
+    attends: bool = False  # attention is one kernel, and its gradient two, where it is a kernel at all
     # What tiles of a product can be made of, by units that multiply small numbers as they are; None: anything, widened.
     multiplies: frozenset[DType] | None = None
     shares: bool = False  # programs of a product's kernel can wait for each other, and divide long sums among them

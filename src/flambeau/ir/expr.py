@@ -456,7 +456,7 @@ def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index]
             term = as_index(coef)
             for a in mono:
                 if isinstance(a, Dyn):
-                    term = term * from_atom(Dyn(walk(a.expr), a.lo, a.hi))
+                    term = term * resolved(rebuilt(a.expr), a)
                 elif isinstance(a, Op):
                     x, y = on_index(a.a), on_index(a.b)
                     term = term * BUILD[a.kind](x, y)
@@ -465,11 +465,11 @@ def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index]
             total = total + term
         return total
 
-    def walk(e: Expr) -> Expr:
+    def rebuilt(e: Expr) -> Expr:
         done = memo.get(e)
         if done is not None:
             return done
-        args = tuple(walk(a) for a in e.args)
+        args = tuple(rebuilt(a) for a in e.args)
         out: Expr
         if e.op == "index":
             out = index_value(on_index(e.attr))
@@ -492,7 +492,15 @@ def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index]
         memo[e] = out
         return out
 
-    return walk(root)
+    return rebuilt(root)
+
+
+def resolved(e: Expr, a: Dyn) -> Index:
+    """A computed index whose value has become this expression: plain, if that is plain and passes its check."""
+    plain = _as_plain_index(e.args[0] if e.op == "check" else e)
+    if plain is None or (e.op == "check" and not fits(plain, e.attr.size)):
+        return from_atom(Dyn(e, a.lo, a.hi))
+    return plain
 
 
 def remake(e: Expr, args: tuple[Expr, ...]) -> Expr:

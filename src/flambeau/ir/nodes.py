@@ -510,5 +510,6 @@ def describe(n: Node) -> str:
         return f"scan {n.combine.name} along d{n.axis}{' reversed' if n.reverse else ''} {n.inputs!r}"
     if isinstance(n, Scatter):
         return f"scatter {n.mode} {n.value!r} at {n.target!r}, from {n.init!r}"
-    assert isinstance(n, Extern)
+    if not isinstance(n, Extern):
+        return f"{n.kind} {n.exprs()!r}"
     return f"{n.kind} {n.target}({', '.join(x.buffer if isinstance(x, Value) else repr(x) for x in n.args)})"

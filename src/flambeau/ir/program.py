@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from .attention import Attention
 from .dtypes import DType
 from .expr import Expr, loads, rewrite, walk
 from .faults import Bound, heads
@@ -287,6 +288,43 @@ class ContractKernel(AnySize):
                 *(() if self.ragged is None else (self.ragged.ends,))]
 
 
+@dataclass(frozen=True)
+class Limit:
+    """Where the mask of attention ends: at column `step` * row + `offset`. The offset is the same for all rows."""
+
+    step: int  # 0 or 1
+    offset: Index
+
+
+@dataclass(frozen=True)
+class AttentionKernel(AnySize):
+    """One kernel of attention, in which reads of `node` are addresses. By its role it computes
+
+        out       the result and the logarithms of the rows' sums, a block of rows at a time
+        queries   the gradient of queries, a block of rows at a time
+        keys      the gradients of keys, values and whatever is captured, a block of columns at a time
+
+    The mask is `column < limit` for all of `below`, `column >= limit` for all of `since`, and `rest`."""
+
+    role: str
+    node: Attention
+    below: tuple[Limit, ...]
+    since: tuple[Limit, ...]
+    rest: Expr | None
+    stores: tuple[tuple[str, Index], ...]
+    cleared: tuple[tuple[str, tuple[Sym, ...], Index], ...]  # what starts as zero: its elements' variables and places
+    params: tuple[Param, ...]
+    sizes: tuple[Sym, ...]
+    typical: tuple[tuple[Sym, int], ...] = ()
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return self.node.origins
+
+    def everything(self) -> list[Expr]:
+        return list(self.node.exprs())
+
+
 CHUNK = 4096  # elements of a row that one block of a table has at most
 
 
@@ -327,10 +365,10 @@ class TableKernel:
 
 
 Kernel = LoopKernel | ScanKernel | ScatterKernel | ContractKernel
-AnyKernel = Kernel | TableKernel
+AnyKernel = Kernel | AttentionKernel | TableKernel
 
 
-def sites_of(kernel: Kernel) -> dict[Bound, int]:
+def sites_of(kernel: Kernel | AttentionKernel) -> dict[Bound, int]:
     """All that its indices are checked against, and the numbers under which it reports them."""
     return heads(e.attr for e in walk(*kernel.everything()) if e.op == "check")
 

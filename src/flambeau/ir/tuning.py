@@ -12,7 +12,7 @@ field.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -398,6 +398,49 @@ TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 
          ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4), ProductTile(64, (64,), 256, 3, 4),
          ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4))
 
+@dataclass(frozen=True)
+class AttentionTile:
+    """The part of attention that one program has at a time: rows and columns of scores, how many blocks are on their
+    way at once, and warps."""
+
+    high: int
+    wide: int
+    stages: int
+    warps: int
+    listed: int = 3  # blocks of a side from which on it is worth a launch to list those that a mask leaves
+
+
+# By bytes of a factor, role and size of a head. Those of 16 bits and up to 128 elements are the fastest of 350 forms on
+# an H200 (4 x 16 heads, length 4096). A single kernel for both gradients takes longer, though it has five products for
+# a block where two kernels have seven: it waits for what it adds to memory. The copy engine reads no faster than
+# pointers.
+# Beside the first of each stands one that is faster for other masks or lengths.
+ATTENTION: dict[tuple[int, str], dict[int, tuple[AttentionTile, ...]]] = {
+    (2, "out"): {64: (AttentionTile(64, 64, 3, 4), AttentionTile(64, 128, 2, 4)),
+                 128: (AttentionTile(64, 64, 3, 4), AttentionTile(128, 64, 3, 8)),
+                 256: (AttentionTile(64, 64, 2, 4), AttentionTile(64, 32, 3, 4))},
+    (2, "queries"): {64: (AttentionTile(128, 64, 3, 4), AttentionTile(64, 64, 3, 4)),
+                     128: (AttentionTile(128, 64, 3, 8), AttentionTile(64, 64, 2, 4)),
+                     256: (AttentionTile(64, 32, 2, 4), AttentionTile(128, 32, 2, 8))},
+    (2, "keys"): {64: (AttentionTile(32, 64, 2, 4), AttentionTile(64, 64, 2, 4)),
+                  128: (AttentionTile(64, 64, 2, 4), AttentionTile(32, 64, 2, 4)),
+                  256: (AttentionTile(32, 64, 2, 8),)},
+    (4, "out"): {128: (AttentionTile(64, 32, 2, 4),), 256: (AttentionTile(32, 32, 1, 4),)},
+    (4, "queries"): {64: (AttentionTile(64, 32, 2, 4),), 256: (AttentionTile(32, 32, 1, 4),)},
+    (4, "keys"): {256: (AttentionTile(32, 32, 1, 4),)},
+    **dict.fromkeys([(8, role) for role in ("out", "queries", "keys")],
+                    {128: (AttentionTile(32, 32, 1, 4),), 256: (AttentionTile(16, 16, 1, 4),)}),
+}
+
+
+def attention_tile(role: str, head: int, itemsize: int, draws: bool, number: int = 0) -> AttentionTile:
+    """The first, or another one where there is one. `draws`: a random number for each score takes more registers than
+    the score."""
+    found = next(tiles for size, tiles in ATTENTION[itemsize, role].items() if head <= size)
+    tile = found[min(number, len(found) - 1)]
+    return replace(tile, high=64) if draws and tile.high > 64 else tile
+
+
 # ---- block shapes around those of the table ----------------------------------------------------------------
 
 MOST_WARPS = 32
@@ -411,7 +454,7 @@ class Scale:
     elements: int = 0
     warps: int = 0
     stages: int = 0
-    tile: int = 0  # of a matrix product: which of its tiles, the best by the table first
+    tile: int = 0  # of a matrix product, or of attention: which of its tiles, the best by the table first
 
     def sized(self, elements: int) -> int:
         return max(1, shifted(elements, self.elements))
@@ -433,3 +476,4 @@ UNSCALED = Scale()
 AROUND = (Scale(elements=1), Scale(elements=-1), Scale(elements=1, warps=1), Scale(elements=-1, warps=-1),
           Scale(warps=1), Scale(warps=-1), Scale(stages=-2))
 OTHER_TILES = tuple(Scale(tile=k) for k in range(1, 7))  # of a product: those that may be as good
+OTHER_BLOCKS = (Scale(tile=1),)  # of attention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .attention import Attention
 from .expr import OPS, SMALL_FLOATS, Expr, walk
 from .index import Sym
 from .nodes import Contract, Extern, Graph, Node, Partial, Pointwise, Reduce, Scan, Scatter, Segment, Value, describe
@@ -46,6 +47,11 @@ def _verify_exprs(graph: Graph, n: Node, sizes: set[Sym], fail) -> None:  # type
         for name in n.names:
             if graph.buffers[name].shape != shape:
                 fail(n, f"computes shape {shape} into {name} of shape {graph.buffers[name].shape}")
+    if isinstance(n, Attention):
+        allowed |= set(n.vars)
+        for name, place in zip(n.names, n.places, strict=True):
+            if len(place) != len(graph.buffers[name].shape):
+                fail(n, f"writes {name} of rank {len(graph.buffers[name].shape)} at {len(place)} indices")
     if isinstance(n, Scatter):
         allowed |= {*n.vars, *n.out_vars}
         if n.mode not in ("set", "add", "mul", "min", "max"):

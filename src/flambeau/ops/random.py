@@ -112,6 +112,12 @@ def _small(word: Expr, shift: int, dtype: DType) -> Expr:
     return cast(cast(binary("shr", word, shift) if shift else word, torch.int32), dtype)
 
 
+def draw_word(seed: Value, row: Index, column: Index) -> Expr:
+    """A number in [0, 1) in float32 for each place of a matrix, whose columns and rows both are counted."""
+    word = philox(seed.load(()), index_value(row), index_value(column), 0)
+    return _small(word, 8, torch.float32) * 2.0**-24
+
+
 Body = Callable[[Stream, tuple[Index, ...]], Expr]
 
 

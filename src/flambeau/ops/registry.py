@@ -16,7 +16,7 @@ from flambeau.ir.index import Index, as_index
 from flambeau.ir.nodes import Value
 from flambeau.ops.facts import LOWERINGS, describe, describing_file
 from flambeau.ops.rounding import storing
-from flambeau.torch_compat.ops import OpOverload
+from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,6 +47,21 @@ def lower(*ops: Any, **facts: Any) -> Callable[[F], F]:
             for overload in overloads(op):
                 LOWERINGS[overload] = fn
                 describe(overload, family=family)
+        return fn
+
+    return register
+
+
+HIGHER: dict[HigherOrderOperator, Callable[..., Any]] = {}
+
+
+def lower_higher(op: HigherOrderOperator, **facts: Any) -> Callable[[F], F]:
+    """`@lower` for an operator of functions, which it gets as functions of values (`formulas.Formula`). Its results may
+    be lists of results; None for what is none."""
+    describe(op, **facts)
+
+    def register(fn: F) -> F:
+        HIGHER[op] = fn
         return fn
 
     return register

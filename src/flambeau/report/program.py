@@ -13,6 +13,7 @@ import torch.fx as fx
 from flambeau.ir.index import Sym
 from flambeau.ir.program import (
     AnyKernel,
+    AttentionKernel,
     Call,
     ContractKernel,
     Copy,
@@ -227,6 +228,10 @@ def loops(kernel: AnyKernel) -> tuple[str, str, str]:
     if isinstance(kernel, ContractKernel):
         points = " x ".join(extents(vars) for vars in (kernel.batch, kernel.rows, kernel.columns) if vars)
         return points, extents(kernel.depth), extents(kernel.columns[-1:])
+    if isinstance(kernel, AttentionKernel):
+        n = kernel.node
+        own, other = (n.row, n.column) if kernel.role in ("out", "queries") else (n.column, n.row)
+        return extents((*n.batch, n.group, own)), extents((other, n.depth, n.width)), ""
     if isinstance(kernel, ScanKernel):
         inner = f"scan {extents([kernel.axis])}{' reversed' if kernel.reverse else ''}"
         return extents(kernel.outer), inner, kernel.vector.name if kernel.vector else ""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flambeau.codegen import source
-from flambeau.ir import program
+from flambeau.ir import attention, program
 from flambeau.ir.expr import Expr, Fold, walk
 from flambeau.ir.faults import Bound, Fault
 from flambeau.ir.index import Atom, Dyn, Index, Op, Sym
@@ -44,8 +44,8 @@ INTERNED = (
     Attributes(Index, True, terms=tuple[tuple[tuple[Atom, ...], int], ...], const=int),
     Expressions(Expr, True, op=str, dtype=torch.dtype, args=tuple[Expr, ...], attr=Any),
 )
-# All dataclasses of three modules, and some of others.
-OURS = [kind for module in (program, launch_plan, source) for kind in vars(module).values()
+# All dataclasses of four modules, and some of others.
+OURS = [kind for module in (attention, program, launch_plan, source) for kind in vars(module).values()
         if is_dataclass(kind) and kind.__module__ == module.__name__]
 RECORDS = (*INTERNED, Attributes(Held, tensor=torch.Tensor), *map(Record, (
     *OURS, Value, Host, Combine, Level, Fold, Bound, Table, Prepared, Strided, Recordable)))

@@ -16,6 +16,7 @@ from flambeau.ir.expr import Expr, loads, rewrite, where
 from flambeau.ir.index import Dyn
 from flambeau.ir.nodes import Graph, Value
 from flambeau.ir.program import (
+    AttentionKernel,
     BufferPlan,
     Call,
     ContractKernel,
@@ -69,7 +70,8 @@ def write_in_place(p: ProgramDraft, graph: Graph, name: str, v: Value, users: di
         return False
     at, launch = makers[0]
     made = p.kernels[launch.kernel]
-    assert not isinstance(made, TableKernel)
+    if isinstance(made, (AttentionKernel, TableKernel)):  # programs read what others write
+        return False
     kernel = in_place(made, name, v.buffer)
     if kernel is None:
         return False
@@ -167,7 +169,8 @@ def write_over(p: ProgramDraft, donated: Collection[str], most: int | None) -> N
         return own and name not in shared | taken and lives[name][1] == after
 
     for k, step in enumerate(p.steps):
-        if not isinstance(step, Launch) or isinstance(made := p.kernels[step.kernel], TableKernel):
+        if not isinstance(step, Launch) or isinstance(
+                made := p.kernels[step.kernel], (AttentionKernel, TableKernel)):
             continue
         kernel: Kernel = made
         names = dict(zip(step.args, (x.name for x in made.params), strict=True))

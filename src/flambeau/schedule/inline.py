@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flambeau.ir.attention import Attention
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.cost import SIMPLE, cost_of
 from flambeau.ir.dtypes import is_float
-from flambeau.ir.expr import OPS, Expr, held, index_children, masked, rewrite, walk
+from flambeau.ir.expr import OPS, Expr, held, index_children, loads, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, about, as_index, volume
 from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 from flambeau.ir.tuning import Tuning
@@ -75,6 +76,9 @@ def materialised(graph: Graph) -> dict[str, str]:
                 out.setdefault(v.buffer, f"argument of {n.target}")
         elif isinstance(n, Pointwise) and n.laid:
             out.setdefault(n.names[0], "read at the same places in this order")
+        elif isinstance(n, Attention):
+            for e in loads(*n.factors()):
+                out.setdefault(e.attr[0], "read again and again by attention")
     for o in graph.outputs:
         if isinstance(o, Value):
             out.setdefault(o.buffer, "output")
@@ -154,6 +158,7 @@ def _inline_into(n: Node, graph: Graph, caps: Capabilities, bodies: dict[str, Bo
     seen: dict[str, set[tuple[Index, ...]]] = defaultdict(set)
     samples: Counter[str] = Counter()  # places where it is computed at few of its points
     inner_only: dict[str, bool] = {}
+    scores: set[str] = set()  # as large as those of attention are: computed again, whatever that costs
     domains = domains_of(n)
     everything = list(walk(*n.exprs()))
     folded = {v for e in everything if e.op == "fold" for v, _, _ in e.attr.loops}
@@ -166,6 +171,8 @@ def _inline_into(n: Node, graph: Graph, caps: Capabilities, bodies: dict[str, Bo
             if is_sample(symbols, n, bodies[e.attr[0]].points, graph.typical):
                 samples[e.attr[0]] += new
                 continue
+            if isinstance(n, Attention) and {n.row, n.column} <= symbols:
+                scores.add(e.attr[0])
             once = any(symbols <= d and all(v in symbols or v.size is ONE for v in d) for d in domains)
             repeated = not (once or is_factor(bodies[e.attr[0]], n, symbols, graph, caps.tuning))
             inner_only[e.attr[0]] = inner_only.get(e.attr[0], False) or repeated
@@ -176,7 +183,8 @@ def _inline_into(n: Node, graph: Graph, caps: Capabilities, bodies: dict[str, Bo
         b = bodies[name]
         rows = neighbour_rows(b.node, graph)
         count = len(places) - samples[name]
-        verdict = _decide(b, n, uses[name], hard.get(name), inner_only.get(name, False), count, rows, caps.tuning)
+        verdict = hard.get(name) if name in scores else _decide(
+            b, n, uses[name], hard.get(name), inner_only.get(name, False), count, rows, caps.tuning)
         if verdict is None and (budget + b.size * len(places) > LARGEST or reads + b.reads > MOST_READS) and b.cost > 1:
             verdict = "the fused body would be too large"
         if verdict is None and depth + b.depth > DEEPEST:
@@ -309,6 +317,8 @@ def map_exprs(n: Node, fn) -> Node:  # type: ignore[no-untyped-def]
         return replace(n, inputs=tuple(map(fn, n.inputs)), ragged=replace(n.ragged, ends=fn(n.ragged.ends)))
     if isinstance(n, (Reduce, Scan)):
         return replace(n, inputs=tuple(map(fn, n.inputs)))
+    if isinstance(n, Attention):
+        return n.mapped(fn)
     if isinstance(n, Scatter):
 
         def on_index(i: Index) -> Index:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from flambeau.errors import UnsupportedError
+from flambeau.ir.attention import Attention
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import CHECKED, walk
 from flambeau.ir.index import Index, Sym, as_index, offset_of
@@ -23,9 +24,10 @@ from flambeau.ir.nodes import (
     contiguous_strides,
     dim_vars,
 )
-from flambeau.ir.program import BufferPlan, Call, Kernel, Launch, LoopKernel, Program, Step
+from flambeau.ir.program import AnyKernel, AttentionKernel, BufferPlan, Call, Kernel, Launch, LoopKernel, Program, Step
 from flambeau.ir.verify import verify
 
+from .attention import shape_attention
 from .buffer_reuse import write_mutations, write_over
 from .contractions import prepare_contractions, shape_contract
 from .forms import formed
@@ -104,7 +106,7 @@ def make_views_real(graph: Graph, results: bool = True, arguments: bool = True) 
 
 def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     p = ProgramDraft([], [], [])
-    seen: dict[Kernel, int] = {}
+    seen: dict[AnyKernel, int] = {}
     if graph.turns:
         settle_layouts(graph)
         made = len(graph.nodes)
@@ -133,10 +135,10 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
     return program
 
 
-def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, seen: dict[Kernel, int], stream: int
+def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, seen: dict[AnyKernel, int], stream: int
              ) -> list[Step]:
     """The launches and calls of a graph on one stream. Kernels, and notes of what stays memory, go to the draft."""
-    notes, kernels = p.notes, p.kernels
+    notes = p.notes
     order_scatters(graph, caps)
     settle_layouts(graph)
     make_views_real(graph)
@@ -156,6 +158,10 @@ def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, see
     steps: list[Step] = []
     for g in groups:
         kernel: Kernel
+        if isinstance(g, Single) and isinstance(g.node, Attention):
+            made = shape_attention(g.node, graph.buffers, stored, caps, graph.typical)
+            steps += [launched(k, p, seen, stream) for k in made]
+            continue
         if isinstance(g, Group) and g.is_contract:
             kernel = shape_contract(g, graph.buffers, stored, caps.tuning, graph.typical, caps.shares)
         elif isinstance(g, Group):
@@ -175,11 +181,7 @@ def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, see
                 kernel = shape_scatter(n, graph.buffers, graph.typical)
         if all(is_empty(graph.buffers[x.name]) for x in kernel.params if x.written) and not checks(g):
             continue
-        kernel = formed(kernel, caps.tuning)
-        at = seen.setdefault(kernel, len(kernels))
-        if at == len(kernels):
-            kernels.append(kernel)
-        steps.append(Launch(at, tuple(x.name for x in kernel.params), kernel.origins, stream=stream))
+        steps.append(launched(formed(kernel, caps.tuning), p, seen, stream))
     return steps
 
 
@@ -189,6 +191,14 @@ def without_stores(k: LoopKernel, within: set[str]) -> LoopKernel:
     names = within.intersection(dict(k.stores)).difference(*map(k.read_back, k.stages))
     return k if not names else replace(k, stores=tuple((n, at) for n, at in k.stores if n not in names),
                                        params=tuple(p for p in k.params if p.name not in names))
+
+
+def launched(kernel: Kernel | AttentionKernel, p: ProgramDraft, seen: dict[AnyKernel, int], stream: int) -> Launch:
+    """A launch of the kernel, which is one with those that are equal."""
+    at = seen.setdefault(kernel, len(p.kernels))
+    if at == len(p.kernels):
+        p.kernels.append(kernel)
+    return Launch(at, tuple(x.name for x in kernel.params), kernel.origins, stream=stream)
 
 
 def checks(g: Group | Single) -> bool:

@@ -22,6 +22,7 @@ from math import prod
 from flambeau.ir.expr import Expr, conjuncts, loads, walk
 from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, about, as_index, volume
 from flambeau.ir.program import (
+    AttentionKernel,
     ContractKernel,
     Kernel,
     Launch,
@@ -84,7 +85,8 @@ def program_costs(program: Program, language: type[SimtDialect], shape: Shape) -
     """Of all launches. What a kernel writes for nobody but itself need not move."""
     read = Counter(name for step in program.steps for name in set(step.args if isinstance(step, Launch) else ()))
     for step in program.steps:
-        if isinstance(step, Launch) and not isinstance(kernel := program.kernels[step.kernel], TableKernel):
+        if isinstance(step, Launch) and not isinstance(
+                kernel := program.kernels[step.kernel], (AttentionKernel, TableKernel)):
             # Launches of one kernel have buffers of their own: the names in the kernel are those of the first.
             own = {p.name for p, name in zip(kernel.params, step.args, strict=True)
                    if program.places[name].place == "arena" and read[name] == 1}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flambeau.ir.index import Dyn, Index, as_index, upper
-from flambeau.ir.program import AnyKernel, ContractKernel, Kernel, ScatterKernel, TableKernel
-from flambeau.ir.tuning import AROUND, OTHER_TILES
+from flambeau.ir.program import AnyKernel, AttentionKernel, ContractKernel, Kernel, ScatterKernel, TableKernel
+from flambeau.ir.tuning import AROUND, OTHER_BLOCKS, OTHER_TILES
 
 from ..source import BlockSource, host_text
 from .kernel import render
@@ -26,14 +26,14 @@ def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:
     if not results and not product:
         return source
     made: list[BlockSource] = []
-    for t in OTHER_TILES if product else AROUND:
+    for t in OTHER_BLOCKS if isinstance(kernel, AttentionKernel) else OTHER_TILES if product else AROUND:
         other = render(kernel, source.name, t)
         if all((other.text, other.parts) != (s.text, s.parts) for s in (source, *made)):
             made.append(replace(other, name=f"{source.name}.{len(made) + 1}"))
     return replace(source, results=tuple(results), alternatives=tuple(made))
 
 
-def results_of(kernel: Kernel) -> list[tuple[int, str]]:
+def results_of(kernel: Kernel | AttentionKernel) -> list[tuple[int, str]]:
     """Which pointers are results, and how many elements each has."""
     results = []
     for at, p in enumerate(kernel.params):

@@ -20,7 +20,7 @@ from flambeau.ir.faults import LOW, head
 from flambeau.ir.index import WORD, Dyn, Index, Sym, as_index, largest, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine
-from flambeau.ir.program import AnySize, Kernel, Param
+from flambeau.ir.program import AnySize, AttentionKernel, Kernel, Param
 from flambeau.ir.tuning import BLOCKS
 
 from ..dialect import Pipelined, Steps
@@ -403,7 +403,8 @@ def spans(k: AnySize, vars: Sequence[Sym], room: int) -> dict[Sym, int]:
     return {v: out[v] for v in vars if v in out}
 
 
-def width_of(k: Kernel, exprs: Iterable[Expr], stores: Iterable[tuple[str, Index]], *nests: Sequence[Sym]) -> Width:
+def width_of(k: Kernel | AttentionKernel, exprs: Iterable[Expr], stores: Iterable[tuple[str, Index]],
+             *nests: Sequence[Sym]) -> Width:
     """How wide the indices of a kernel are that computes these over these loops."""
     everything = list(walk(*exprs))
     accesses = [*((e.attr[0], a) for e in everything if e.op == "load" for a in e.attr[1]), *stores]
@@ -434,7 +435,8 @@ def width_of(k: Kernel, exprs: Iterable[Expr], stores: Iterable[tuple[str, Index
 class PartDraft:
     """One part on its way: what was written, and how it is launched."""
 
-    def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "",
+    def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "", stages: int | None = None,
                  maps: tuple[TensorMap, ...] = (), waits: bool = False, signals: bool = False) -> None:
-        self.writer, self.grid, self.warps, self.workspace, self.maps = writer, grid, warps, workspace, maps
+        self.writer, self.grid, self.warps, self.workspace = writer, grid, warps, workspace
+        self.stages, self.maps = stages, maps
         self.waits, self.signals = waits, signals  # and what it writes to the workspace needs no zeros

@@ -146,7 +146,8 @@ class ContractBlocks(SharedTiles):
                     self.finish([names[part] for names in sums], at, wide)
             if self.how == "shares":
                 self.line("at += last - first")
-        return PartDraft(self, grid, t.warps, workspace, tuple(self.maps.values()), True, self.how == "shares")
+        return PartDraft(self, grid, t.warps, workspace, maps=tuple(self.maps.values()), waits=True,
+                         signals=self.how == "shares")
 
     def column_parts(self) -> list[tuple[str, int]]:
         """Where each part of a tile's columns begins, and how many they are."""

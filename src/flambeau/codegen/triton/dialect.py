@@ -84,8 +84,8 @@ MULTIPLIED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.floa
 # What is kept in registers decides most of it: rows of up to `row_elements` are read once.
 CAPABILITIES = Capabilities("blocks", dtypes=SUPPORTED | FP8, scratch_bytes=1 << 20, row_elements=BLOCKS.row, programs=1024,
                             serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
-                            masked_reads=True, multiplies=MULTIPLIED, gathers_rows=True, ragged=True, shares=True, tile_tails=True, waits_for_memory=True,
-                            tables=True, tuning=BLOCKS)
+                            masked_reads=True, multiplies=MULTIPLIED, gathers_rows=True, ragged=True, shares=True,
+                            tile_tails=True, waits_for_memory=True, tables=True, attends=True, tuning=BLOCKS)
 POINTER = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
     torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",

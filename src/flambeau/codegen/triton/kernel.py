@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flambeau.ir.index import WORD, Sym
-from flambeau.ir.program import AnyKernel, AnySize, ContractKernel, LoopKernel, ScanKernel, ScatterKernel, TableKernel
+from flambeau.ir.program import (
+    AnyKernel,
+    AnySize,
+    AttentionKernel,
+    ContractKernel,
+    LoopKernel,
+    ScanKernel,
+    ScatterKernel,
+    TableKernel,
+)
 from flambeau.ir.tuning import UNSCALED, Scale
 
 from ..source import BlockSource, Part, site_table
+from .attention_lists import write_attention
 from .blocks import WIDE
 from .contractions import ContractBlocks
 from .dialect import POINTER
@@ -22,6 +32,8 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
     """The text of one kernel, in the block shape that the heuristics say or one beside it."""
     if isinstance(kernel, ScatterKernel):
         drafts = write_scatter(kernel)
+    elif isinstance(kernel, AttentionKernel):
+        drafts = write_attention(kernel, scale)
     else:
         kinds: dict[type[AnyKernel], Callable[..., LoopBlocks | ScanBlocks | TableBlocks | ContractBlocks]] = {
             LoopKernel: LoopBlocks, ScanKernel: ScanBlocks, TableKernel: TableBlocks, ContractKernel: ContractBlocks}
@@ -39,7 +51,7 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
                 *(f"    {d.writer.sym(s)} = n{i}" for i, s in enumerate(kernel.sizes)),
                 *("    " + x for x in d.writer.scopes[0].lines), ""]
         lines += text
-        parts.append(Part(f"part{k}", d.grid, scale.warped(d.warps), d.maps, d.waits))
+        parts.append(Part(f"part{k}", d.grid, scale.warped(d.warps), d.stages, d.maps, d.waits))
         workspace = workspace or d.workspace
     typical = dict(kernel.typical) if isinstance(kernel, AnySize) else {}
     widths = dict.fromkeys(d.writer.width for d in drafts)

@@ -115,10 +115,11 @@ class TritonCompiler:
         if hosted:
             kinds |= {m.name: f"tensordesc<{m.kind}{[*m.block]}>" for m in part.maps if given[m.name]}
         text = source.text if hosted else source.text.replace(HOSTED, UNHOSTED)
+        staged = {} if part.stages is None else {"num_stages": part.stages}
         request = {"text": text, "function": part.function, "signature": kinds,
                    "constants": {name: given[name] for name, kind in kinds.items() if kind == "constexpr"},
                    "arch": arch, "divisible": divisible(source, facts),
-                   "options": {**OPTIONS, "num_warps": part.warps}, "library": library()}
+                   "options": {**OPTIONS, "num_warps": part.warps, **staged}, "library": library()}
         key = hashlib.sha256(json.dumps([request, identity()]).encode()).hexdigest()
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
         with self._lock:

@@ -40,9 +40,9 @@ class MetalTarget(Target):
 
     def render(self, kernel: AnyKernel, name: str, bounded: bool = False) -> RangeSource:
         from flambeau.codegen.simt.metal import render
-        from flambeau.ir.program import TableKernel
+        from flambeau.ir.program import AttentionKernel, TableKernel
 
-        assert not isinstance(kernel, TableKernel), "buffers have no addresses here"
+        assert not isinstance(kernel, (AttentionKernel, TableKernel)), "a kernel of other machines"
         return render(kernel, name, bounded)
 
     def bounded(self, kernel: AnyKernel, name: str) -> RangeSource:

@@ -47,9 +47,9 @@ def _device_side() -> ClDeviceTarget:
 def rendered(kernel: AnyKernel, name: str, device: DeviceFacts, bounded: bool = False) -> RangeSource:
     from flambeau.codegen.simt.kernel import dtypes_of
     from flambeau.codegen.simt.opencl import render
-    from flambeau.ir.program import TableKernel
+    from flambeau.ir.program import AttentionKernel, TableKernel
 
-    assert not isinstance(kernel, TableKernel), "buffers have no addresses here"
+    assert not isinstance(kernel, (AttentionKernel, TableKernel)), "a kernel of other machines"
     device.check_dtypes(dtypes_of(kernel))
     return render(kernel, name, replace(device.shape, bounded=bounded))
 

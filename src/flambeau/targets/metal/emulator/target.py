@@ -57,9 +57,9 @@ class EmulatorTarget(CpuTarget):
 
     def render(self, kernel: AnyKernel, name: str) -> RangeSource:  # type: ignore[override]
         from flambeau.codegen.simt.metal import render
-        from flambeau.ir.program import TableKernel
+        from flambeau.ir.program import AttentionKernel, TableKernel
 
-        assert not isinstance(kernel, TableKernel), "buffers have no addresses here"
+        assert not isinstance(kernel, (AttentionKernel, TableKernel)), "a kernel of other machines"
         source = render(kernel, name)
         # The extents of all buffers come with every launch; the runner looks, and not the text.
         return replace(source, bounded=True, sizes=source.sizes + 2 * len(source.itemsizes))
