@@ -127,7 +127,8 @@ def refusal(n: fx.Node, region: Region, caps: Capabilities) -> str | None:
     """Why a product is the library's without a look at the clock; None if it may be ours."""
     val, t = n.meta.get("val"), caps.tuning
     kind, first = "convolution" if facts(n.target).family == "convolution" else "product", facts(n.target).factors or 0
-    factors = [i.meta.get("val") for i in n.args[first:first + 2] if isinstance(i, fx.Node)]
+    given = [i.meta.get("val") for i in n.args[first:first + 2] if isinstance(i, fx.Node)]
+    factors = [v for v in given if isinstance(v, torch.Tensor)]
     if n.target not in LOWERINGS or not isinstance(val, torch.Tensor) or len(factors) < 2:
         return "there is no kernel of ours for it"
     if any(v.dtype not in SMALL and not (v.dtype is torch.float32 and kind in caps.tf32) for v in factors):

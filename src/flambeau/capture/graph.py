@@ -364,7 +364,8 @@ class Lowering:
     def takes_functions(self, n: fx.Node) -> bool:
         """Whether an operator of functions may be lowered: not for eager's bits, which are those of its parts."""
         known = [t for a in (n, *n.all_input_nodes) for t in flat(a.meta.get("val")) if isinstance(t, torch.Tensor)]
-        return not self.g.policy.exact and all(supported(t) and t.device == self.device for t in known)
+        return not self.g.policy.exact and all(
+            supported(t, SUPPORTED) and t.device == self.device for t in known)
 
     def settle_all(self, n: fx.Node, out: Sequence[Any]) -> list[Any]:
         """The same for results some of which are lists of results."""

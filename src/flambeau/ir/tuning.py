@@ -60,8 +60,6 @@ class Tuning:
     expensive_combine: int = number(16, "operations", "of a scan: a cheaper step waits for memory, not for itself")
     scan_side_by_side: int = number(8, "rows", "that a scan takes together, so that no step waits for the one before")
     # Products of a library. The times are those of an H200, in bfloat16, with a vocabulary of 50257.
-    factor_again: int = number(128, "rows or columns", "of a product for which a factor is computed, not written and "
-                                                       "read: one tile or two have it")
     product_line: int = number(0, "bytes", "of which the lines of all matrices are multiples, or another kernel takes "
                                            "the product; 0: no matter")
     product_rate: int = number(600_000, "operations of 16 bits a nanosecond", "of a product whose lines are multiples")
@@ -289,6 +287,8 @@ class BlockTuning(Tuning):
     tile_start: int = number(2600, "cycles", "until the first step of a tile has its factors, and to write results")
     step_start: int = number(60, "cycles", "of a step in which nothing is multiplied")
     share_start: int = number(1500, "cycles", "to tell another program of a sum, and to hear of it")
+    factor_again: int = number(128, "rows or columns", "of a product for which a factor is computed, not written and "
+                                                       "read: one tile or two have it")
     product_even: int = number(128, "elements", "pieces of a sum of products are multiples of the depth of every tile")
     worker_depth: int = number(256, "elements", "of the depth of a piece: four steps of a tile, which hide its start")
     split_most: int = number(64, "pieces", "of a sum: each of its results is read so often when they are joined")

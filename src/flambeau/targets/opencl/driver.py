@@ -82,9 +82,9 @@ class ClDriver:
         # and asked for now.
         if self._used[device] + nbytes > total:
             raise MemoryError(f"The device has {total} bytes")
-        begin, flags = 0, pyopencl.mem_flags.READ_WRITE
+        begin, flags = 0, int(pyopencl.mem_flags.READ_WRITE)
         if on.is_cpu:
-            flags |= pyopencl.mem_flags.ALLOC_HOST_PTR  # PoCL crashes if there is none at the first use
+            flags |= int(pyopencl.mem_flags.ALLOC_HOST_PTR)  # PoCL crashes if there is none at the first use
             if PAGE <= nbytes <= most - PAGE:
                 begin = self._begin = (self._begin + STAGGER) % PAGE
         try:
