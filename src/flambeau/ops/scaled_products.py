@@ -100,7 +100,7 @@ def scaled_mm_by_recipe(a: Value, b: Value, scale_a: Sequence[Value], recipe_a: 
     """Scales of lines have these first, for both factors; those of squares last."""
     given, kinds = (*scale_a, *scale_b), (*recipe_a, *recipe_b)
     if any((*swizzle_a, *swizzle_b, *contraction_dim)) or len(given) != 2 or not {*kinds} <= KNOWN \
-            or any(kind in BLOCKS and not (a.shape[1] % BLOCK is ZERO) for kind in kinds):
+            or any(kind in BLOCKS and a.shape[1] % BLOCK is not ZERO for kind in kinds):
         return NotImplemented
     places = [place(kind, kind == BY_SQUARE or (kind == LINES and s.shape[0] is ONE))
               for kind, s in zip(kinds, given, strict=True)]

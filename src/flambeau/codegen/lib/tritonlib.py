@@ -224,7 +224,7 @@ if triton.knobs.runtime.interpret:
     def wait():
         pass
 else:
-    from triton.language.extra.cuda import gdc_wait as wait  # until all kernels before it on the stream are done
+    pass  # until all kernels before it on the stream are done
 
 
 @triton.jit
