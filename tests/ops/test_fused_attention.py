@@ -125,7 +125,8 @@ def some(*shape: int) -> Tensor:
 
 
 MASKS: dict[str, Callable[[], Tensor]] = {
-    "all": lambda: some(2, 2, 70, 200), "for all heads": lambda: some(2, 1, 70, 200), "columns": lambda: some(2, 1, 1, 200),
+    "all": lambda: some(2, 2, 70, 200), "for all heads": lambda: some(2, 1, 70, 200),
+    "columns": lambda: some(2, 1, 1, 200),
     "matrix": lambda: some(70, 200), "crossed": lambda: some(200, 70).t(), "nothing": lambda: some(70, 200) & False,
     "padding": lambda: (torch.arange(200) < torch.tensor([[30], [200]]))[:, None, None],
     "blocks": lambda: (torch.arange(70)[:, None] // 40 == torch.arange(200) // 40),

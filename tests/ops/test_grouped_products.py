@@ -17,13 +17,14 @@ from flambeau.pipeline import compile_graph
 
 HALF = torch.bfloat16
 aten = torch.ops.aten
-ENDS = {"uneven": [30, 30, 95, 200, 208], "all in one": [0, 0, 208, 208, 208], "the last rows are nobody's": [3, 70, 70, 150, 190],
-        "nothing": [0, 0, 0, 0, 0]}
+ENDS = {"uneven": [30, 30, 95, 200, 208], "all in one": [0, 0, 208, 208, 208],
+        "the last rows are nobody's": [3, 70, 70, 150, 190], "nothing": [0, 0, 0, 0, 0]}
 
 
 @pytest.fixture(autouse=True)
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(contractions, "TILES", (ProductTile(64, (32, 16), 128, 2, 4), ProductTile(64, (16,), 128, 2, 4)))
+    tiles = ProductTile(64, (32, 16), 128, 2, 4), ProductTile(64, (16,), 128, 2, 4)
+    monkeypatch.setattr(contractions, "TILES", tiles)
     with config.override(target="interpreter", contractions="own", verify="passes"):
         yield
 

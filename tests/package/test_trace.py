@@ -57,8 +57,9 @@ def test_operators_that_torch_takes_apart(numerics: str, tmp_path: Path) -> None
     if numerics == "eager":  # whose kernels of convolution and normalisation a package does not have
         with pytest.raises(UnsupportedError, match=r"aten\.convolution\.default.*native_group_norm"):
             exported(model, (x,), tmp_path, numerics=numerics)
-        model.forward = lambda image: (F.interpolate(image, scale_factor=2.0), F.relu6(image).square().argmax(-1), F.pad(
-            image, (1, 1, 0, 0), "circular").reshape(-1, 8).t())
+        model.forward = lambda image: (
+            F.interpolate(image, scale_factor=2.0), F.relu6(image).square().argmax(-1),
+            F.pad(image, (1, 1, 0, 0), "circular").reshape(-1, 8).t())
     with exported(model, (x,), tmp_path, numerics=numerics) as module, torch.no_grad():
         for a, b in zip(module(x), model(x), strict=True):
             torch.testing.assert_close(a, b, **({"rtol": 0, "atol": 0} if numerics == "eager" else {}))
@@ -120,7 +121,8 @@ class Factored(nn.Module):
 
 
 def test_operators_without_a_kernel_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"aten\._linalg_check_errors.*aten\.linalg_qr\.default \(in forward, cpu"):
+    with pytest.raises(UnsupportedError,
+                       match=r"aten\._linalg_check_errors.*aten\.linalg_qr\.default \(in forward, cpu"):
         exported(Factored(), (torch.eye(3),), tmp_path)
     with pytest.raises(UnsupportedError, match=r"aten\.linalg_qr.*\(in forward, opencl:cpu\)"):
         exported(Factored(), (torch.eye(3),), tmp_path, torch_operators=True, targets=["opencl:cpu"])

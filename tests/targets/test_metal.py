@@ -69,8 +69,9 @@ FAULTS = {
     "threadgroup array too short": (("parts[64]", "parts[63]"), "out of bounds"),
     "beyond an array": (("parts[lane + h]", "parts[lane + h + 32]"), "out of bounds"),
     "nobody wrote": (("parts[lane] = mine;", "if (lane < 50) parts[lane] = mine;"), "uninitialised"),
-    "a thread did not write": (("parts[lane] = mine;", "float own[2];\n  own[lane % 2] = mine;\n  parts[lane] = own[0];"),
-                               "uninitialised: .* of a thread"),
+    "a thread did not write": (
+        ("parts[lane] = mine;", "float own[2];\n  own[lane % 2] = mine;\n  parts[lane] = own[0];"),
+        "uninitialised: .* of a thread"),
     "threadgroup memory": (("parts[64]", "parts[8193]"), "32772 bytes|32784 bytes"),
     "no limit": (("[[max_total_threads_per_threadgroup(64)]]", ""), "max_total_threads"),
     "limit below the group": (("threadgroup(64)", "threadgroup(32)"), "skipped silently"),

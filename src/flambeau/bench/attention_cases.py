@@ -108,5 +108,6 @@ def attentions(case: Callable[..., Any], scale: int, sizes: tuple[int, ...] = (1
         whole = 4.0 * prod(shape) * length * 3.5  # forward and backward
         for name, pattern in patterns(length).items():
             yield case(f"{name}, {batch} x {heads} x {length} x {size}", "attention", partial(attend, pattern), (),
-                       whole / (2 if pattern.causal else 1), gradient=True, leaves=3, made=partial(tensors_of, pattern, shape),
+                       whole / (2 if pattern.causal else 1), gradient=True, leaves=3,
+                       made=partial(tensors_of, pattern, shape),
                        flex=partial(flexible, pattern, length, batch=batch, heads=heads))

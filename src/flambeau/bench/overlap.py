@@ -231,9 +231,9 @@ def main() -> None:
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     if args.device == "flambeau":
-        import flambeau
+        from flambeau.device.enable import enable_device
 
-        flambeau.enable_device()
+        enable_device()
     rows: list[dict[str, Any]] = []
     kind: torch.dtype = getattr(torch, args.dtype)
     if args.offload:

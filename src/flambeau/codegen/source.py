@@ -50,8 +50,8 @@ WORKSPACE = -1  # of a tensor map: the pointer is that of the workspace
 class TensorMap:
     """A tensor whose tiles the copy engine of an NVIDIA GPU moves: an argument of the kernel that describes it.
 
-    It is None where the engine cannot read there: where a pointer is no multiple of 16 bytes, or one of the sizes `even`
-    is not divisible by 16. The contiguous dimension comes last."""
+    It is None where the engine cannot read: where a pointer is no multiple of 16 bytes, or one of the sizes `even` is
+    not divisible by 16. The contiguous dimension comes last."""
 
     name: str
     pointer: int  # which of the kernel's, or WORKSPACE
@@ -77,7 +77,7 @@ class Part:
     warps: int = 4
     stages: int | None = None
     maps: tuple[TensorMap, ...] = ()
-    # It waits for what is before it on its stream by itself (`fl.wait`), so that it may be launched before that is done.
+    # It waits by itself for what is before it on its stream (`fl.wait`): it may be launched before that is done.
     waits: bool = False
 
 

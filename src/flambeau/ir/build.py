@@ -114,8 +114,8 @@ def contract(shape: Sequence[IndexLike], depth: Sequence[IndexLike], left: Body,
              ragged: tuple[int, Sym | int, Callable[[Index], Expr]] | None = None) -> Value:
     """The value of `shape` that sums left(i) * right(i) over `depth`, whose indices come last in i; in `dtype`.
 
-    See `Contract` for `promoted`, and for what is `ragged`: the place of the variable, the part, or its place, and where
-    a part ends."""
+    See `Contract` for `promoted`, and for what is `ragged`: the place of the variable, the part, or its place, and
+    where a part ends."""
     g = graph()
     kept = [as_index(n) for n in shape]
     vars = dim_vars((*kept, *depth))

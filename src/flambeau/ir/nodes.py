@@ -260,7 +260,7 @@ class Ragged:
     """One of a contraction's variables in parts, one for each value of `part`: each ends where `ends`, written over
     `part`, says, and begins where the one before it does. Points beyond the last end are not computed.
 
-    `part` is a variable of its own that factors depend on; or one that is kept, where it is the sum that comes in parts."""
+    `part` is a variable of its own that factors depend on; or one that is kept, where the sum comes in parts."""
 
     var: Sym
     part: Sym
@@ -303,8 +303,8 @@ class Contract(Reduce):
 
 @dataclass(frozen=True)
 class Partial(Reduce):
-    """A Reduce of what a contraction computes, in its kernel: where a variable is reduced, the results have one value for
-    some of its points, whose number the kernel chooses. `plain`: the same in a kernel of its own."""
+    """A Reduce of what a contraction computes, in its kernel: where a variable is reduced, the results have one value
+    for some of its points, whose number the kernel chooses. `plain`: the same in a kernel of its own."""
 
     kind: ClassVar[str] = "partial"
     plain: Reduce

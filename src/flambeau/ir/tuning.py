@@ -46,7 +46,7 @@ class Tuning:
     split_more: int = number(4, "pieces", "fewer of one more variable are not worth cutting it")
     split_columns: int = number(64, "columns", "one program computes so many results side by side")
     asked: int = number(40, "questions", "whether a value is one's own: they take as long as to add one to memory")
-    factor_again: int = number(0, "rows or columns", "of a product for which a factor is computed, not written and read")
+    factor_again: int = number(0, "rows or columns", "of a product for which a factor is computed, not stored")
     table_launches: int = number(4, "launches", "fewer of one form are not worth a table")
     worker_side: int = number(64, "rows or columns", "the part of a matrix product that is worth a worker")
     worker_depth: int = number(512, "elements", "a shorter piece of a long product is not worth a result of its own")
@@ -315,7 +315,8 @@ class BlockTuning(Tuning):
         def cost(pieces: int) -> float:
             join = self.join_start + rows * columns * batch * pieces / self.join_elements
             each = -(-depth // (pieces * self.product_even)) * self.product_even
-            return min(Way(t).cost((rows, columns, each, batch * pieces), itemsize) for t in TILES) + join * (pieces > 1)
+            sizes = rows, columns, each, batch * pieces
+            return min(Way(t).cost(sizes, itemsize) for t in TILES) + join * (pieces > 1)
 
         return min(range(1, most + 1), key=cost, default=1)
 
@@ -393,10 +394,10 @@ BLOCKS = BlockTuning()
 
 # What was fastest somewhere among 24 forms on an H200 (12 shapes, bfloat16); the first is as fast as cuBLAS from 4096
 # rows, columns and depth on.
-TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 3, 8), ProductTile(128, (128,), 128, 4, 4),
-         ProductTile(128, (128,), 128, 4, 8), ProductTile(256, (128,), 128, 3, 8), ProductTile(128, (128, 64), 128, 4, 8),
-         ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4), ProductTile(64, (64,), 256, 3, 4),
-         ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4))
+TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 3, 8),
+         ProductTile(128, (128,), 128, 4, 4), ProductTile(128, (128,), 128, 4, 8), ProductTile(256, (128,), 128, 3, 8),
+         ProductTile(128, (128, 64), 128, 4, 8), ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4),
+         ProductTile(64, (64,), 256, 3, 4), ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4))
 
 @dataclass(frozen=True)
 class AttentionTile:

@@ -28,8 +28,8 @@ def to_copy(x: Value, dtype: DType | None = None, **place: Any) -> Value:
 
 @cache
 def overflows() -> bool:
-    """Whether torch makes NaN of what is too large for float8_e4m3fn, as releases before 2.13 do; others have the largest
-    number there, as machines have."""
+    """Whether torch makes NaN of what is too large for float8_e4m3fn, as releases before 2.13 do; others have the
+    largest number there, as machines have."""
     return bool(torch.tensor(1e3).to(torch.float8_e4m3fn).float().isnan())
 
 

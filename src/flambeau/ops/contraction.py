@@ -152,8 +152,8 @@ def trilinear(x: Value, y: Value, z: Value, expand1: Sequence[int], expand2: Seq
 
 @lower(aten._grouped_mm.default, library=True, needs="ragged", ends=2)
 def grouped_mm(a: Value, b: Value, offs: Value | None = None, bias: Value | None = None, out_dtype: Any = None) -> Any:
-    """Products of parts of one dimension, which end where `offs` says: of the rows or columns, each with a matrix of its
-    own, or of what is summed, for each of which there is a result."""
+    """Products of parts of one dimension, which end where `offs` says: of the rows or columns, each with a matrix of
+    its own, or of what is summed, for each of which there is a result."""
     dtype = out_dtype or a.dtype
     if offs is None or bias is not None or not build.contracts() or a.dtype is not b.dtype or dtype is not a.dtype:
         return NotImplemented

@@ -58,7 +58,7 @@ class Facts:
     # On GPUs the library takes its last step in a kernel of its own: the arguments without it, and the step; or None.
     last_step: Callable[..., tuple[tuple[Any, ...], Callable[[Any], Any]] | None] | None = None
     factors: int | None = None  # of a product of matrices: the place of the first of two arguments that it multiplies
-    ends: int | None = None  # of such products for parts of a dimension: the place of the argument that says where they end
+    ends: int | None = None  # of such products for parts of a dimension: the place of the argument with their ends
     contracts: bool = False  # a sum of products, mostly a library's: no kernel reaches across it
     number: str | int | None = None  # an argument for which Dynamo would write it out in others, if it is a number
     out: OpOverload | None = None  # the form that writes into memory of the program

@@ -50,8 +50,8 @@ def recipe(scale: Value, lines: Index, depth: Index, across: bool) -> int | None
 
 def scaled_product(a: Value, b: Value, scales: Sequence[Value], kinds: Sequence[int | None], places: Sequence[Place],
                    bias: Value | None, dtype: DType | None, fast: bool) -> Any:
-    """(a * scale) @ (b * scale) + bias. Tensor cores keep some 22 bits of a sum of small floats: unless `fast`, what 128
-    elements come to is added in float32."""
+    """(a * scale) @ (b * scale) + bias. Tensor cores keep some 22 bits of a sum of small floats: unless `fast`, what
+    128 elements come to is added in float32."""
     if not build.contracts() or a.dtype not in FP8 or b.dtype not in FP8 or dtype not in OUTPUTS or None in kinds:
         return NotImplemented
     inner, *others = (kind in BLOCKS for kind in kinds)

@@ -97,7 +97,8 @@ def place_of(n: Pointwise | Reduce, places: dict[str, Place]) -> tuple[Contract,
 def by_tiles(graph: Graph, n: Reduce, contract: Contract, at: tuple[Index, ...]) -> list[Node] | None:
     """A reduction in two steps, the first of which may join the contraction."""
     parts = [[v for v in n.vars if v in i.symbols()] for i in at]
-    if any(flat(vars) is not i or volume(vars) is not k.size for vars, i, k in zip(parts, at, contract.kept, strict=True)) \
+    placed = zip(parts, at, contract.kept, strict=True)
+    if any(flat(vars) is not i or volume(vars) is not k.size for vars, i, k in placed) \
             or sorted(v.name for vars in parts for v in vars) != sorted(v.name for v in n.vars if v.size is not ONE):
         return None
     reduced = [bool(vars) and all(v in n.reduced for v in vars) for vars in parts]

@@ -178,7 +178,7 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tu
 
 def tile_sides(m: Member, rows: Sequence[Sym], columns: Sequence[Sym], buffers: dict[str, Buffer]
                ) -> tuple[Index | None, Index | None]:
-    """The steps between slots of rows and of columns in what a reduction over them leaves; None: it is not over them."""
+    """The steps between slots of rows and of columns in what a reduction leaves; None: it is not over them."""
     n, steps = m.node, buffers[m.node.names[0]].strides
     assert isinstance(n, Partial) and steps is not None
     found = {frozenset(m.mapping[v].symbols()): steps[d] for d, v in enumerate(n.vars) if d in n.axes}
@@ -186,7 +186,7 @@ def tile_sides(m: Member, rows: Sequence[Sym], columns: Sequence[Sym], buffers: 
 
 
 def ragged_role(r: Ragged, m: Member, rows: Sequence[Sym], columns: Sequence[Sym]) -> RaggedRole:
-    """Which side of the product comes in parts. Its variables keep their order: only together they say where a part is."""
+    """Which side of the product comes in parts. Its variables keep their order: together they say where a part is."""
     of = m.mapping[r.var].symbols()
     along = "rows" if of & {*rows} else "columns" if of & {*columns} else "depth"
     part = m.mapping[r.part].atom() if r.part in m.mapping else r.part

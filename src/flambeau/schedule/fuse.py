@@ -86,7 +86,8 @@ def fuse(graph: Graph) -> list[Group | Single]:
                       for q in near[name][-MOST_NEAR:] if q >= max(first, 0)} if is_small(n.vars, n) else set()
             place = _find(groups, n, reads, sorted(known | beside), sizes, beside)
         if place is None and isinstance(n, Partial):
-            n, reads = n.plain, n.plain.reads()
+            n = n.plain
+            reads = n.reads()
         if place is None:
             if isinstance(n, (Pointwise, Reduce)):
                 g = Group(len(groups), tuple(v.size for v in n.vars if v.size is not ONE))

@@ -81,7 +81,8 @@ def check(fn: Callable[..., Any], *args: torch.Tensor, kernels: int | None = 1, 
     return made
 
 
-@pytest.mark.parametrize("sizes", [(150, 70, 64), (65, 49, 1000), (64, 48, 2048), (70, 50, 333), (1, 40, 300), (9, 1, 77)])
+@pytest.mark.parametrize("sizes", [(150, 70, 64), (65, 49, 1000), (64, 48, 2048), (70, 50, 333), (1, 40, 300),
+                                   (9, 1, 77)])
 def test_sizes(way: str, sizes: tuple[int, int, int]) -> None:
     m, n, k = sizes
     made = check(lambda a, b: torch.tanh(product(a, b)), random(m, k), random(n, k), kernels=None)

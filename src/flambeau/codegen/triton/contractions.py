@@ -1,15 +1,15 @@
 """Contractions in Triton: tensor cores sum tiles of the result in registers.
 
 What a factor is read from comes by the copy engine where its lines allow that (no masks, zeros beyond the end), and by
-pointers otherwise, whatever expression it is: masks of a convolution, casts, scales. A tile's columns may come in parts,
-each with sums of its own: 128 + 64 columns fit where 256 are too many. What follows the sum is in tiles.py.
+pointers otherwise, whatever expression it is: masks of a convolution, casts, scales. A tile's columns may come in
+parts, each with sums of its own: 128 + 64 columns fit where 256 are too many. What follows the sum is in tiles.py.
 
 Who sums what (`Way.how`):
 once    a program for each tile
 turns   programs take tile after tile, and the loop over these and the one over the depth are one for the compiler
         (`flatten`): a tile's first pieces are on their way while the results of the one before are written
-shares  all steps of all tiles are divided equally. A program may begin within a tile's depth, and leaves that sum to the
-        one that began the tile, which adds it to its own: always in the same order (shares.py)
+shares  all steps of all tiles are divided equally. A program may begin within a tile's depth, and leaves that sum to
+        the one that began the tile, which adds it to its own: always in the same order (shares.py)
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class ContractBlocks(SharedTiles):
 
     def fits(self, t: ProductTile, how: str) -> bool:
         k, several = self.k, len(t.wides) * len(self.k.products) > 1
-        if k.ragged is not None and how != ("turns" if self.rows_in_parts else "once") or how == "shares" and not k.shares:
+        if k.ragged is not None and how != ("turns" if self.rows_in_parts else "once"):
+            return False
+        if how == "shares" and not k.shares:
             return False
         if how == "turns" and several and not self.rows_in_parts:
             return False  # sums that begin anew in one loop are summed one instruction after the other
@@ -96,7 +98,8 @@ class ContractBlocks(SharedTiles):
         factors, tile = t.shared(self.kind.itemsize), self.tail_bytes(t)
         registers = t.high * t.wide // (BLOCKS.warp * t.warps)
         beside = factors + tile if how == "turns" else max(factors, tile)  # otherwise no factors are left by then
-        return beside <= BLOCKS.shared_most - 1024 and registers <= REGISTERS and (not k.reductions or self.has_slots(t))
+        fits = beside <= BLOCKS.shared_most - 1024 and registers <= REGISTERS
+        return fits and (not k.reductions or self.has_slots(t))
 
     def stepped(self, scale: Expr) -> Expr:
         """A scale at the points of a step of the depth; it says "within" if it differs between these."""
@@ -136,14 +139,14 @@ class ContractBlocks(SharedTiles):
                 self.enter_part()
             sums = [[self.fresh("sums") for _ in t.wides] for _ in k.products]
             for names in sums:
-                for name, wide in zip(names, t.wides, strict=True):
-                    self.line(f"{name} = tl.zeros([{t.high}, {wide}], {self.d.types[self.sums]})")
+                for name, size in zip(names, t.wides, strict=True):
+                    self.line(f"{name} = tl.zeros([{t.high}, {size}], {self.d.types[self.sums]})")
             self.depth_loop(sums)
             if self.how == "shares":
                 self.leave_or_take([name for names in sums for name in names])
             with self.scope("if first == 0:" if self.how == "shares" else "if True:", footer=""):
-                for part, (at, wide) in enumerate(self.column_parts()):
-                    self.finish([names[part] for names in sums], at, wide)
+                for part, (at, size) in enumerate(self.column_parts()):
+                    self.finish([names[part] for names in sums], at, size)
             if self.how == "shares":
                 self.line("at += last - first")
         return PartDraft(self, grid, t.warps, workspace, maps=tuple(self.maps.values()), waits=True,
@@ -167,7 +170,8 @@ class ContractBlocks(SharedTiles):
         elif self.how == "shares":
             begin, end = f"first * {self.deep}", f"last * {self.deep}"
             self.line("tl.assume(last > first)")
-        with self.scope(f"for at_depth in tl.range({begin}, {end}, {self.deep}, num_stages={self.t.stages}):", footer=""):
+        steps = f"tl.range({begin}, {end}, {self.deep}, num_stages={self.t.stages})"
+        with self.scope(f"for at_depth in {steps}:", footer=""):
             self.step_of_depth(sums, "" if last else None)
         if last:
             with self.scope(f"if {end} < {last}:", footer=""):

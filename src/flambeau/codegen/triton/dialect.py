@@ -82,8 +82,8 @@ SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.
                      + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
 MULTIPLIED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, *FP8))
 # What is kept in registers decides most of it: rows of up to `row_elements` are read once.
-CAPABILITIES = Capabilities("blocks", dtypes=SUPPORTED | FP8, scratch_bytes=1 << 20, row_elements=BLOCKS.row, programs=1024,
-                            serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
+CAPABILITIES = Capabilities("blocks", dtypes=SUPPORTED | FP8, scratch_bytes=1 << 20, row_elements=BLOCKS.row,
+                            programs=1024, serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
                             masked_reads=True, multiplies=MULTIPLIED, gathers_rows=True, ragged=True, shares=True,
                             tile_tails=True, waits_for_memory=True, tables=True, attends=True, tuning=BLOCKS)
 POINTER = {

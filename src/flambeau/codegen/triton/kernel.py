@@ -61,7 +61,8 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
                        sizes, tuple(parts), workspace, narrow,
                        sites=() if isinstance(kernel, TableKernel) else site_table(kernel),
                        usual=bits(kernel.sizes[:63], lambda s: typical.get(s, 1) % 16 == 0),
-                       words=bits(kernel.sizes[:64], lambda s: s.name.startswith(WORD)), cleared=not signals, signals=signals)
+                       words=bits(kernel.sizes[:64], lambda s: s.name.startswith(WORD)), cleared=not signals,
+                       signals=signals)
 
 
 def bits(sizes: Sequence[Sym], holds: Callable[[Sym], bool]) -> int:

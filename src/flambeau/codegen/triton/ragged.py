@@ -1,7 +1,7 @@
 """Contractions of parts: rows of which each part has factors of its own, or a depth of which each part has a result.
 
-Where parts end is data. Tiles of rows begin anew with each part, so that a tile has one part's factors; how many there are
-is counted on the device, and programs take them in turns. A part of the depth is summed in whole steps, by the copy
+Where parts end is data. Tiles of rows begin anew with each part, so that a tile has one part's factors; how many there
+are is counted on the device, and programs take them in turns. A part of the depth is summed in whole steps, by the copy
 engine, and one more by pointers, under a mask.
 """
 

@@ -1,9 +1,9 @@
 """A contraction's steps divided equally among programs, wherever tiles begin and end.
 
 Programs are counted from the last one: who begins a tile takes over what programs that started before it have summed of
-the rest, so that nobody waits for a program that has not begun. What a program sums of a tile that another begins is the
-first that it does, and the beginning of a tile the last, so that hardly anybody waits at all. Sums are added in the order
-of the depth: results depend on the number of processors, and on nothing else.
+the rest, so that nobody waits for a program that has not begun. What a program sums of a tile that another begins is
+the first that it does, and the beginning of a tile the last, so that hardly anybody waits at all. Sums are added in the
+order of the depth: results depend on the number of processors, and on nothing else.
 """
 
 from __future__ import annotations

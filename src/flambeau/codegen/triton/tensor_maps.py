@@ -1,7 +1,7 @@
 """Tensors that the copy engine of a GPU moves tiles of: which accesses are such, and how a kernel is told of them.
 
-The host describes a tensor in an argument of the kernel (`source.TensorMap`). Where nobody does, as in packages and in the
-interpreter, the kernel describes it itself, before its first tile.
+The host describes a tensor in an argument of the kernel (`source.TensorMap`). Where nobody does, as in packages and in
+the interpreter, the kernel describes it itself, before its first tile.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Matrix:
 
 
 def matrix(buffer: str, address: Index, batch: Sequence[Sym], own: Sequence[Sym], itemsize: int) -> Matrix | None:
-    """An access as a matrix of two variables for each point of the batch, if it is one: one of the two is contiguous, and
-    lines begin where the engine can read, if sizes of the run are divisible by 16."""
+    """An access as a matrix of two variables for each point of the batch, if it is one: one of the two is contiguous,
+    and lines begin where the engine can read, if sizes of the run are divisible by 16."""
     steps = {v: s for v in (*batch, *own) if (s := address.coefficient(v)) is not None and s is not ZERO}
     start = address - sum((s * v for v, s in steps.items()), as_index(0))
     lines = [s for s in steps.values() if s is not ONE]

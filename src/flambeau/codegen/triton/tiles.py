@@ -47,7 +47,7 @@ class TileWriter(MapWriter):
         self.decompose(at, vars)
 
     def tail_bytes(self, t: ProductTile) -> int:
-        """Of shared memory, for what is written, or read, whole: one result goes to the copy engine, while others change
+        """Of shared memory, for what is written, or read, whole: one result goes to the copy engine, others change
         their layout."""
         k = self.k
         first, *others = sorted((self.dtypes[n].itemsize for n, _ in k.stores), reverse=True) or [0]

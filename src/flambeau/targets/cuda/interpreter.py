@@ -232,7 +232,8 @@ def interpreted_triton() -> None:
     tl = triton.language
     small: dict[Any, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
         tl.bfloat16: (np.uint16, from_bfloat16, to_bfloat16),
-        tl.float8e4nv: (np.uint8, *eight_bits(torch.float8_e4m3fn)), tl.float8e5: (np.uint8, *eight_bits(torch.float8_e5m2))}
+        tl.float8e4nv: (np.uint8, *eight_bits(torch.float8_e4m3fn)),
+        tl.float8e5: (np.uint8, *eight_bits(torch.float8_e5m2))}
 
     def widened(value: Any) -> Any:
         """A small float in float32, unless it is a comparison, whose handle says so too."""

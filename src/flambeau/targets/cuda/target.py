@@ -308,8 +308,8 @@ class CudaKernel:
         return self.target.codes(self.source, Facts(*facts), device)
 
     def make(self, device: int, *facts: Any) -> list[tuple[int, ...]]:
-        """(function, warps, shared bytes, scratch bytes, whether it waits by itself) of each part of a variant, then for
-        each of its tensor maps how many words follow, and those."""
+        """(function, warps, shared bytes, scratch bytes, whether it waits by itself) of each part of a variant, then
+        for each of its tensor maps how many words follow, and those."""
         return self.loaded(self.start(device, *facts), device)
 
     def loaded(self, codes: _Codes, device: int) -> list[tuple[int, ...]]:
