@@ -224,7 +224,7 @@ if triton.knobs.runtime.interpret:
     def wait():
         pass
 else:
-    pass  # until all kernels before it on the stream are done
+    from triton.language.extra.cuda import gdc_wait as wait  # noqa: F401  until all kernels before it are done
 
 
 @triton.jit
