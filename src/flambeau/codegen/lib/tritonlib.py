@@ -235,9 +235,11 @@ def e4m3(x):
 
 @triton.jit
 def e5m2(x):
-    """Beyond the middle between the largest number and the next power of two is infinity; conversions end before it."""
-    bits = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    return tl.where((tl.abs(x) >= 61440) & (x == x), (bits & 0x80) | 0x7C, bits).to(tl.float8e5, bitcast=True)
+    """Beyond the middle between the largest number and the next power of two is infinity; conversions end before it.
+    Bits of what is converted must not be looked at: Triton 3.6 takes those of each second number twice."""
+    infinity = tl.full(x.shape, 0x7C, tl.uint8).to(tl.float8e5, bitcast=True)
+    negative = tl.full(x.shape, 0xFC, tl.uint8).to(tl.float8e5, bitcast=True)
+    return tl.where(x >= 61440, infinity, tl.where(x <= -61440, negative, x.to(tl.float8e5)))
 
 
 @triton.jit

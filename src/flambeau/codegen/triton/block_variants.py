@@ -53,6 +53,8 @@ def end_of(address: Index) -> Index | None:
     """One past the last element that is written, over sizes of the run."""
     if any(isinstance(a, Dyn) for a in address.atoms()):
         return None
-    high = address.bounds()[1]
+    # The range of a size of the run is no end: it may be far beyond what there is of it.
+    fixed = all(s.extent is not None and s.extent.is_const for s in address.symbols())
+    high = address.bounds()[1] if fixed else None
     end = upper(address) + 1 if high is None else as_index(high + 1)
     return None if any(s.extent is not None for s in end.symbols()) else end

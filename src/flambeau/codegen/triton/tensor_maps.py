@@ -14,7 +14,7 @@ from flambeau.ir.expr import Expr
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
 
 from ..source import TensorMap
-from .blocks import NARROWED, BlockWriter, padded_read
+from .blocks import BlockWriter, padded_read
 from .dialect import POINTER
 
 LINE = 16  # bytes of which the steps between lines are multiples
@@ -103,9 +103,8 @@ class MapWriter(BlockWriter):
     def moved(self, m: Matrix, places: Mapping[Sym, tuple[str, int]], value: str = "") -> tuple[str, str]:
         """Where the copy engine can read: a tile read, or the value written."""
         sides = tuple(places[v][1] if v in places else 1 for v in m.vars)
-        where = [places[v][0] if v in places else self.sym(v) for v in m.vars]
-        if self.width is not NARROWED:
-            where = [f"tl.cast({at}, tl.int32)" for at in where]
+        # The engine takes places of 32 bits, whatever the width of the sizes they are computed from.
+        where = [f"tl.cast({places[v][0] if v in places else self.sym(v)}, tl.int32)" for v in m.vars]
         name = self.described(m, sides).name
         tensor, at, there = name.replace("map", "matrix"), ", ".join(where), f"if {name} is not None:"
         if value:
