@@ -36,13 +36,16 @@ class Piece:
     masked: bool
 
 
-def pieces(size: Index, about: int) -> list[Piece]:
-    """A head in one piece, or in two where that leaves fewer elements idle."""
+def pieces(size: Index, about: int, divided: bool) -> list[Piece]:
+    """A head in one piece; or, if it may be divided, in two where that leaves fewer elements idle.
+
+    Only what is summed over may be: on Hopper, Triton 3.6 gives wrong sums where one factor in registers is multiplied
+    into two accumulators outside of a pipelined loop."""
     n = size.const if size.is_const else about
     whole = max(LEAST, power(n))
     first = whole // 2
     second = max(LEAST, power(n - first)) if n > first else whole
-    sizes = [first, second] if size.is_const and first >= LEAST and first + second < whole else [whole]
+    sizes = [first, second] if divided and size.is_const and first >= LEAST and first + second < whole else [whole]
     starts = [0, first][: len(sizes)]
     return [Piece(at, length, not size.is_const or at + length > n) for at, length in zip(starts, sizes, strict=True)]
 
@@ -79,8 +82,8 @@ class AttentionBlocks(BlockWriter):
         self.k, self.n, self.sites = k, n, sites_of(k)
         self.kind = n.query.dtype
         self.d = ROUGH if self.kind.itemsize <= 2 else TRITON
-        self.deep = pieces(n.depth.size, k.about(n.depth.size, 64))
-        self.broad = pieces(n.width.size, k.about(n.width.size, 64))
+        self.deep = pieces(n.depth.size, k.about(n.depth.size, 64), k.role == "out")
+        self.broad = pieces(n.width.size, k.about(n.width.size, 64), False)
         head = max(sum(p.length for p in side) for side in (self.deep, self.broad))
         self.t = attention_tile(k.role, head, self.kind.itemsize, n.keep is not None, scale.tile)
         if n.lists is not None:
