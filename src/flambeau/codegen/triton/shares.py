@@ -32,7 +32,7 @@ class SharedTiles(RaggedTiles):
         t, products = self.t, len(self.k.products)
         steps = self.host(ceildiv(volume(self.k.depth), as_index(self.deep)))
         programs = f"max(min({most}, ({tiles}) * ({steps}) // {t.least_steps}), min({most}, {tiles}))"
-        return programs, f"{4 * t.high * t.wide * products} * {programs}"
+        return programs, f"{self.sums.itemsize * t.high * t.wide * products} * {programs}"
 
     def next_tile(self) -> None:
         self.line("tile = tl.cast(at // steps, tl.int32)")
