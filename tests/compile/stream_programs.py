@@ -617,6 +617,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--only", default="")
     parser.add_argument("--json", default="")
+    parser.add_argument("--shard", default="0/1", help="K/N: every N-th of them, from the K-th on")
     parser.add_argument("--seconds", type=float, default=1e9, help="for all of them")
     parser.add_argument("--recorded", action="store_true", help="with graphs=True as well")
     args = parser.parse_args()
@@ -626,7 +627,8 @@ def main() -> int:
         flambeau.enable_device()
     found: dict[str, Any] = {"torch": torch.__version__, "device": args.device, "cases": {}}
     start = time.time()
-    for c in [*CASES, *(recorded_cases() if args.recorded else [])]:
+    first, every = map(int, args.shard.split("/"))
+    for c in [*CASES, *(recorded_cases() if args.recorded else [])][first::every]:
         if args.only not in c.name or time.time() - start > args.seconds:
             continue
         began = time.time()

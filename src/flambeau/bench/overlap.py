@@ -9,8 +9,10 @@ Both are recorded (`graphs=True`), run in turns, and their results compared bit 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from flambeau.bench.harness import alternate, clock_of, geometric_mean, message, own_code
 from flambeau.bench.models import DLRM, GPT, Inputs, ViT, class_loss, draw_clicks, draw_images, draw_tokens, token_loss
 from flambeau.bench.networks import NETWORKS
+from flambeau.debug import collect
 
 Config = dict[str, int]
 
@@ -167,6 +170,8 @@ def compare(name: str, mode: str, device: str, tiny: bool, seconds: float, graph
     row: dict[str, Any] = {"model": name, "mode": mode}
     row["equal"] = all(torch.equal(a, b) for a, b in zip(found["one"], found["auto"], strict=True))
     del found
+    if not seconds:
+        return row
     times = alternate(steps, seconds, (11, 60), 3, clock_of(device), burst=0.01)
     row |= {label: statistics.median(t) for label, t in times.items()}
     return row | {"gain": row["one"] / row["auto"]}
@@ -175,46 +180,88 @@ def compare(name: str, mode: str, device: str, tiny: bool, seconds: float, graph
 # ---- memory ----------------------------------------------------------------------------------------------------
 
 
-def offload_steps(size: str, device: str, wishes: list[Any], dtype: torch.dtype, graphs: bool, seconds: float
-                  ) -> list[dict[str, Any]]:
+def offload_steps(size: str, device: str, wishes: list[Any], dtype: torch.dtype, graphs: bool, regions: bool,
+                  seconds: float, numerics: str, told: Callable[[list[dict[str, Any]]], None]) -> None:
     """A training step of LM 24 that keeps all, and with so much less: peak memory, time, bits of loss and gradients."""
     network = NETWORKS["lm24"].build(size, device=device, dtype=dtype)
     model, inputs = network.module, network.make_inputs()
+    there = sum(t.numel() * t.itemsize for t in (*model.parameters(), *inputs))
     rows: list[dict[str, Any]] = []
-    steps: dict[str, Callable[[], Any]] = {}
+    keep: dict[str, Callable[[], Any]] = {}
     reference: list[Tensor] = []
-    module = torch.get_device_module(device)
     for wish in [None, *wishes]:
-        torch.compiler.reset()
-        label = f"offload {wish}"
-        row: dict[str, Any] = {"offload": wish, "dtype": str(dtype), "graphs": graphs}
+        row: dict[str, Any] = {"offload": wish, "dtype": str(dtype), "graphs": graphs, "regions": regions,
+                               "numerics": numerics}
         try:
-            step = stepper(model, inputs, network.loss, "train", label, graphs=graphs, offload=wish)
-            for _ in range(4):
-                last = step()
-            torch.accelerator.synchronize()
-            module.reset_peak_memory_stats()
-            last = step()
-            torch.accelerator.synchronize()
-            row["peak"] = module.max_memory_allocated()
-            if not reference:
-                reference = [t.cpu() for t in last]
+            step = training_step(model, inputs, network.loss, f"offload {wish}", offload=wish, graphs=graphs,
+                                 regions=regions, numerics=numerics)
+            begin = time.perf_counter()
+            with collect() as found:
+                last, used = peak_of(step, model, device, graphs)
+            row["first_s"], row["peak"] = time.perf_counter() - begin, used + there
+            row["notes"] = [note for g in found for note in g.program.notes if "MiB" in note][:12]
+            reference = reference or [t.cpu() for t in last]
             row["equal"] = all(torch.equal(a.cpu(), b) for a, b in zip(last, reference, strict=True))
+            row["differ"] = max(float((a.cpu().double() - b.double()).abs().max() / b.double().abs().max())
+                                for a, b in zip(last, reference, strict=True))
             del last
-            base = {"keep": steps["offload None"]} if steps else {}
-            times = alternate({label: step, **base}, seconds, (7, 40), 1, clock_of(device))
-            row["seconds"] = statistics.median(times[label])
-            if base:
+            if seconds:
+                times = alternate({"this": step, **keep}, seconds, (7, 40), 1, clock_of(device))
+                row["seconds"] = statistics.median(times["this"])
+            if seconds and keep:
                 row["keep"] = statistics.median(times["keep"])
                 row["slower"] = row["seconds"] / row["keep"] - 1
+            if rows:
                 row["less"] = 1 - row["peak"] / rows[0]["peak"]
-            else:
-                steps[label] = step
+            keep = keep or {"keep": step}
         except Exception as error:
             row["error"] = message(error)
         rows.append(row)
         print(row, flush=True)
-    return rows
+        told(rows)
+
+
+def training_step(model: nn.Module, inputs: Inputs, loss: Any, label: str, **options: Any) -> Callable[[], Any]:
+    """The loss is part of what is compiled."""
+    def run(*given: Tensor) -> Tensor:
+        *args, target = given
+        return loss(model(*args), target)
+
+    made = torch.compile(own_code(run, label), backend="flambeau", options=options)
+
+    def step() -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        found = made(*inputs)
+        found.backward()
+        return [found.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    return step
+
+
+def peak_of(step: Callable[[], Any], model: nn.Module, device: str, graphs: bool) -> tuple[list[Tensor], int]:
+    """The results of a step, and the bytes that it takes beyond what is there. A recording's memory stays reserved."""
+    module = torch.get_device_module(device)
+
+    def settle() -> None:
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.accelerator.synchronize()
+        if graphs:
+            module.empty_cache()
+
+    settle()
+    reserved = module.memory_reserved() if graphs else 0
+    for _ in range(5):
+        last = step()
+    last = [t.cpu() for t in last]
+    settle()
+    if graphs:
+        return last, module.memory_reserved() - reserved
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    step()
+    torch.accelerator.synchronize()
+    return last, module.max_memory_allocated() - before
 
 
 def main() -> None:
@@ -226,6 +273,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="for one comparison")
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--wishes", default="0.1,0.3,0.6")
+    parser.add_argument("--regions", type=int, default=0, help="with --offload")
+    parser.add_argument("--numerics", default="fast", help="with --offload")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--graphs", type=int, default=1)
     parser.add_argument("--json", default="")
@@ -237,9 +286,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     kind: torch.dtype = getattr(torch, args.dtype)
     if args.offload:
-        rows = offload_steps("tiny" if args.tiny else "large", args.device, [float(w) for w in args.wishes.split(",")],
-                             kind, bool(args.graphs), args.seconds)
-    for name in [n for n in MODELS if not args.offload and args.only in n]:
+        offload_steps("tiny" if args.tiny else "large", args.device, [float(w) for w in args.wishes.split(",")], kind,
+                      bool(args.graphs), bool(args.regions), args.seconds, args.numerics,
+                      lambda rows: write(args.json, rows))
+        return
+    for name in [n for n in MODELS if args.only in n]:
         for mode in args.modes.split(","):
             torch.compiler.reset()
             try:

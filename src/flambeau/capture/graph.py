@@ -438,6 +438,7 @@ class Lowering:
 
     def extern(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], counted: bool = True) -> Any:
         target: Any = n.target
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda x: x.gm if isinstance(x, Function) else x)
         form = in_place_form(n)
         if form is not None:
             target = form.op

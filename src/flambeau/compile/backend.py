@@ -229,7 +229,7 @@ def offload_of(wanted: Any, target: Target | None, inputs: Sequence[Any]) -> Any
     if wanted.offload is None or target is None or not has_streams(device):
         return None
     return Offload(wanted.offload, target.capabilities().tuning, link_rate(target, device),
-                   partial(device_memory, device))
+                   partial(device_memory, device), wanted.part)
 
 
 install(flambeau_backend)

@@ -4,10 +4,12 @@
     options={"offload": 0.3}                                                  # that part of what the peak is made of
     options={"offload": "auto"}                                               # what the device's memory is short of
 
-One model of times decides for each saved tensor. To send it costs nothing while the link to the host has nothing else
-to do until the forward ends, and the copy back is there before it is used; beyond that it costs what the copy takes. To
-compute it again costs what its operator takes. The cheapest per byte come first, until as much is saved as was wished.
-How fast the link is, is measured once for a machine, and kept on disk.
+One model of times decides for each saved tensor. To send it costs nothing if the link to the host is free until the
+forward ends, and if the copy back is there before it is used; otherwise it costs what the copy takes. To compute it
+again costs what its operators take. So the link gets what is expensive to compute, and the rest of what was asked for
+comes from what is cheap. How fast the link is, is measured once for a machine and kept on disk.
+
+The cut between forward and backward is made twice: what is computed again changes what has to be saved.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from flambeau.ir.tuning import Tuning
 from flambeau.ops.facts import facts
-from flambeau.runtime.host_copies import fetch, send
+from flambeau.runtime.host_copies import NOTES, fetch, send
 from flambeau.runtime.placement import flat
 from flambeau.torch_compat.fake import detect_fake_mode
 from flambeau.torch_compat.ops import OpOverload
@@ -33,6 +35,7 @@ from flambeau.torch_compat.ops import OpOverload
 from .offload_wish import bytes_of
 
 LEAST = 1 << 20  # bytes of a tensor that is worth a copy
+LONGEST_WAY = 64  # operators to compute for one saved tensor
 MARGIN = 0.9  # of the device's memory, that "auto" leaves to a program
 UNCHECKED = "saved_tensor_with_no_vc_check"  # in the meta of a saved tensor: torch saves those behind the others
 Wish = str | float
@@ -49,6 +52,7 @@ class Saved:
     bytes: int
     made: float  # nanoseconds, from the forward's start
     again: float  # to compute it once more; infinite if that would be something else
+    way: list[str]  # the nodes that are computed for it
     results: list[fx.Node] = field(default_factory=list)
     used: float = 0.0  # from the backward's start
 
@@ -61,13 +65,7 @@ class Offload:
     tuning: Tuning
     rate: float  # bytes a nanosecond to the host
     memory: Callable[[], int]  # bytes that the device has
-
-
-@dataclass
-class Decision:
-    send: list[str] = field(default_factory=list)
-    again: list[str] = field(default_factory=list)
-    note: str = ""
+    part: bool = False  # of a model in pieces: others follow, beside which copies go on
 
 
 class Machine:
@@ -129,14 +127,17 @@ def saved_by(forward: fx.Graph, backward: fx.Graph, results: int, machine: Machi
         for a in n.all_input_nodes if n.op == "call_function" else ():
             used.setdefault(a.name, there)
         there += machine.time(n)
+    kept = {x for n in outputs[results:] if isinstance(n, fx.Node) for x in (n, base_of(n))}
     found: dict[fx.Node, Saved] = {}
     for n in outputs[results:]:
         base = base_of(n) if isinstance(n, fx.Node) else None
         if base is None or base.op != "call_function" or base in returned or not movable(base):
             continue
-        s = found.setdefault(base, Saved(base, size_of(base.meta["val"]), made[base], again(base, machine)))
-        s.results.append(n)
-        s.used = min((used.get(x.name, 0.0) for x in s.results), default=0.0)
+        if base not in found:
+            found[base] = Saved(base, size_of(base.meta["val"]), made[base], *again(base, kept, machine))
+        found[base].results.append(n)
+    for s in found.values():
+        s.used = min(used.get(x.name, 0.0) for x in s.results)
     return sorted(found.values(), key=lambda s: s.made), now
 
 
@@ -147,52 +148,90 @@ def movable(n: fx.Node) -> bool:
             and torch.ops.aten.is_non_overlapping_and_dense(t))
 
 
-def again(n: fx.Node, machine: Machine) -> float:
-    """Of one operator that is computed from what is there anyway, or cheap."""
-    op = n.target
-    pure = isinstance(op, OpOverload) and not facts(op).random and not op._schema.is_mutable
-    return machine.time(n) if pure and "recompute" not in n.meta else float("inf")
+def again(n: fx.Node, kept: set[fx.Node], machine: Machine) -> tuple[float, list[str]]:
+    """What it takes to compute a node from what is kept anyway, and the nodes on the way."""
+    way, todo, cost = [n], [n], 0.0
+    while todo:
+        x = todo.pop()
+        op = x.target
+        pure = op is operator.getitem or (
+            isinstance(op, OpOverload) and not facts(op).random and not op._schema.is_mutable)
+        if not pure or "recompute" in x.meta or len(way) > LONGEST_WAY:
+            return float("inf"), []
+        cost += machine.time(x)
+        new = [a for a in x.all_input_nodes if a.op == "call_function" and a not in kept and a not in way]
+        way += new
+        todo += new
+    return cost, [x.name for x in way]
 
 
 # ---- the decision ----------------------------------------------------------------------------------------------
 
 
-def decide(forward: fx.GraphModule, backward: fx.GraphModule, results: int, given: Offload) -> Decision:
-    wish, machine = given.wish, Machine(given.tuning, given.rate)
-    found, end = saved_by(forward.graph, backward.graph, results, machine)
-    held = sum({id(t): size_of(t) for n in forward.graph.nodes if n.op == "placeholder" or n.op == "output"
-                for a in (n.all_input_nodes if n.op == "output" else [n]) for t in flat(a.meta.get("val"))}.values())
-    wanted = held * wish if isinstance(wish, float) else max(held - MARGIN * given.memory(), 0) if wish == "auto" else (
-        float(bytes_of(wish)))
-    out = Decision()
-    left, busy = wanted, 0.0
-    sent: list[Saved] = []
-    for s in found:  # those that are made first, and needed last
-        busy_then = max(busy, s.made) + s.bytes / machine.rate
-        if left <= 0 or busy_then > end or not in_time([*sent, s], machine.rate):
-            continue
-        sent.append(s)
-        busy, left = busy_then, left - s.bytes
-    hidden = sum(s.bytes for s in sent)
-    others = [(cost / s.bytes, how, k) for k, s in enumerate(found) if s not in sent
-              for how, cost in (("again", s.again), ("send", s.bytes / machine.rate))]
-    repeated: list[Saved] = []
-    for _, how, k in sorted(others):
-        s = found[k]
-        if left <= 0:
+def held_by(forward: fx.Graph) -> int:
+    """Bytes of its inputs, results and what it saves."""
+    nodes = [*forward.find_nodes(op="placeholder"), *forward.output_node().all_input_nodes]
+    return sum({id(t): size_of(t) for n in nodes for t in flat(base_of(n).meta.get("val"))}.values())
+
+
+def wanted_bytes(forward: fx.Graph, given: Offload) -> float:
+    held, wish = held_by(forward), given.wish
+    if wish == "auto":
+        return max(held - MARGIN * given.memory(), 0.0)
+    return held * wish if isinstance(wish, float) else float(bytes_of(wish))
+
+
+def choose_again(forward: fx.Graph, backward: fx.Graph, results: int, given: Offload) -> list[str]:
+    """The nodes that are computed again: the cheapest, for what the link cannot take while something else runs."""
+    found, end = saved_by(forward, backward, results, Machine(given.tuning, given.rate))
+    free = beside(sorted(found, key=lambda s: (-s.again / s.bytes, s.made)), end, given)
+    left = wanted_bytes(forward, given) - sum(s.bytes for s in free)
+    names: dict[str, None] = {}
+    for s in sorted(found, key=lambda s: s.again / s.bytes):
+        if left <= 0 or s.again > s.bytes / given.rate:
             break
-        if s not in sent and s not in repeated:
-            (repeated if how == "again" else sent).append(s)
+        if s not in free:
+            names.update(dict.fromkeys(s.way))
             left -= s.bytes
-    out.send, out.again = [s.node.name for s in sent], [s.node.name for s in repeated]
-    late = sum(s.bytes for s in sent) - hidden
-    out.note = (f"of {mebi(sum(s.bytes for s in found))} that a backward needs, {mebi(hidden)} go to the host beside "
-                f"the forward, {mebi(late)} later, and {mebi(sum(s.bytes for s in repeated))} are computed again "
-                f"({mebi(wanted)} were wished; {machine.rate:.1f} GB/s)")
+    return list(names)
+
+
+def choose_sent(forward: fx.Graph, backward: fx.Graph, results: int, given: Offload, wanted: float
+                ) -> tuple[list[str], str]:
+    """The nodes whose memory is sent, and a note about it. What was made first goes first: it is needed last."""
+    found, end = saved_by(forward, backward, results, Machine(given.tuning, given.rate))
+    sent: list[Saved] = []
+    free = beside(found, end, given)
+    for s in (*free, *(s for s in found if s not in free)):
+        if sum(x.bytes for x in sent) >= wanted:
+            break
+        sent.append(s)
+    total, hidden = (sum(s.bytes for s in sent if s in some) for some in (found, free))
+    return [s.node.name for s in sent], (
+        f"of {mebi(sum(s.bytes for s in found))} that the backward needs, {mebi(hidden)} are copied to the host while "
+        f"kernels run, and {mebi(total - hidden)} while they wait ({given.rate:.1f} GB/s)")
+
+
+def beside(found: Iterable[Saved], end: float, given: Offload) -> list[Saved]:
+    """Those of them, first come first served, whose copies keep nobody waiting."""
+    out: list[Saved] = []
+    for s in found:
+        if sent_in_time([*out, s], end, given) and fetched_in_time([*out, s], given.rate):
+            out.append(s)
     return out
 
 
-def in_time(sent: Sequence[Saved], rate: float) -> bool:
+def sent_in_time(sent: Sequence[Saved], end: float, given: Offload) -> bool:
+    """Whether copies to the host, one after the other, are over when the forward is."""
+    if given.part:
+        return sum(s.bytes for s in sent) / given.rate <= end
+    busy = 0.0
+    for s in sorted(sent, key=lambda s: s.made):
+        busy = max(busy, s.made) + s.bytes / given.rate
+    return busy <= end
+
+
+def fetched_in_time(sent: Sequence[Saved], rate: float) -> bool:
     """Whether copies back, one after the other, are there before they are used."""
     due = 0.0
     for s in sorted(sent, key=lambda s: s.used):
@@ -209,6 +248,26 @@ def mebi(n: float) -> str:
 # ---- the graphs ------------------------------------------------------------------------------------------------
 
 
+def keep_elsewhere(joint: fx.GraphModule, cut: Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]],
+                   results: int, given: Offload) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a joint graph, with less memory of the device between them."""
+    forward, backward = cut(copied(joint))
+    held, wanted = held_by(forward.graph), wanted_bytes(forward.graph, given)
+    notes = [f"of {mebi(held)} that a forward holds at its end, {mebi(wanted)} are to go"]
+    if names := choose_again(forward.graph, backward.graph, results, given):
+        for n in joint.graph.nodes:
+            if n.name in names:
+                n.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        forward, backward = cut(joint)
+        less = held - held_by(forward.graph)
+        notes.append(f"{mebi(less)} are computed again in the backward ({len(names)} operators)")
+        wanted -= less
+    sent, note = choose_sent(forward.graph, backward.graph, results, given, wanted)
+    send_saved(forward, backward, results, sent)
+    forward.meta[NOTES] = [*notes, note]
+    return forward, backward
+
+
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
@@ -218,13 +277,6 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-def compute_again(joint: fx.Graph, names: Iterable[str]) -> None:
-    wanted = set(names)
-    for n in joint.nodes:
-        if n.name in wanted:
-            n.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-
-
 def send_saved(forward: fx.GraphModule, backward: fx.GraphModule, results: int, names: Iterable[str]) -> int:
     """Saved tensors that lie in these nodes' memory are saved on the host; how many of them. Views are made anew."""
     wanted, count, gone = set(names), 0, set[int]()
@@ -232,6 +284,7 @@ def send_saved(forward: fx.GraphModule, backward: fx.GraphModule, results: int, 
     outs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     placeholders = {n.name: n for n in backward.graph.nodes if n.op == "placeholder"}
     here = backward.graph
+    first = next(x for x in here.nodes if x.op != "placeholder")
     there: dict[fx.Node, fx.Node] = {}  # bases of the forward in the backward
     mode = detect_fake_mode([n.meta.get("val") for n in forward.graph.nodes]) or nullcontext()
     for k, n in list(enumerate(outs))[results:]:
@@ -239,7 +292,6 @@ def send_saved(forward: fx.GraphModule, backward: fx.GraphModule, results: int, 
         given = placeholders.get(n.name) if base is not None else None
         if base is None or base.name not in wanted or given is None or not replayable(n):
             continue
-        first = next(x for x in here.nodes if x.op != "placeholder")
         if base not in there:
             val = base.meta["val"]
             with mode:

@@ -18,13 +18,13 @@ from flambeau.capture.eager_strides import settle_strides, share_memory
 from flambeau.capture.stream_turns import mark_of
 from flambeau.ir.tuning import Tuning
 from flambeau.ops.facts import LOWERINGS, facts
-from flambeau.runtime.host_copies import NOTES, fetch
+from flambeau.runtime.host_copies import fetch
 from flambeau.runtime.launch_plan import DONATED
 from flambeau.torch_compat.aot import config, min_cut_rematerialization_partition, must_recompute
 from flambeau.torch_compat.ops import OpOverload
 from flambeau.torch_compat.patches import CUT
 
-from .offload import Offload, compute_again, copied, decide, send_saved
+from .offload import Offload, keep_elsewhere
 from .padded_products import call, pad_products
 from .user_streams import save_streams
 
@@ -44,15 +44,15 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, exact: bo
     settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph), hold=settle)
     pad_products(joint.graph, tuning)
     results = kwargs["num_fwd_outputs"]
-    with config.patch(cse=False), CUT.applied(*fused()):
-        found = None
-        if offload is not None and not any(mark_of(n) for n in joint.graph.nodes):
-            found = decide(*min_cut_rematerialization_partition(copied(joint), *args, **kwargs), results, offload)
-            compute_again(joint.graph, found.again)
-        forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
-    if found is not None:
-        send_saved(forward, backward, results, found.send)
-        forward.meta[NOTES] = [found.note]
+
+    def cut(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        with config.patch(cse=False), CUT.applied(*fused()):
+            return min_cut_rematerialization_partition(gm, *args, **kwargs)
+
+    if offload is None or any(mark_of(n) for n in joint.graph.nodes):
+        forward, backward = cut(joint)
+    else:
+        forward, backward = keep_elsewhere(joint, cut, results, offload)
     mark_donated(forward.graph, backward.graph)
     save_streams(forward, backward, results)
     return forward, backward

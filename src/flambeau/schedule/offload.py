@@ -5,8 +5,9 @@ Here the copies go to a stream of the program's own: what is sent right behind t
 as long before its first use as the copies take, by the model of times, into memory that comes on stream 0. Waits,
 memory and the proof are those of all programs with streams.
 
-A program that is recorded cannot leave it to the allocator when memory is free again: there, stream 0 waits for a copy
-where the model says that it is over.
+Memory that was sent is free once stream 0 knows that the copy is over. Nobody leaves that to the allocator: the host is
+far ahead of the device, and would find the copy still under way. So stream 0 waits for it where the model says that it
+is over, and the memory goes there.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def offloaded(p: Program, tuning: Tuning, rate: float, most: int | None, recorde
         times.append(times[-1] + cost(s, p, tuning, tuning.launch_recorded).time)
     buffers = dict(p.places)
     behind: dict[int, list[Step]] = {}  # a step, by its position; -1: before all
-    send_early(p, steps, sent, times, rate, recorded, behind)
+    send_early(p, steps, sent, times, rate, behind)
     for s in fetched:
         buffers[s.names[0]] = replace(buffers[s.names[0]], place="alloc")
     fetch_ahead(p, steps, fetched, times, rate, behind)
@@ -74,7 +75,7 @@ def event_after(steps: Sequence[Step]) -> int:
 
 
 def send_early(p: Program, steps: Sequence[Step], sent: Sequence[Call], times: Sequence[float], rate: float,
-               recorded: bool, behind: dict[int, list[Step]]) -> None:
+               behind: dict[int, list[Step]]) -> None:
     """Each right behind the last step that writes to it."""
     root = roots(p)
     written: dict[str, int] = {}
@@ -90,7 +91,7 @@ def send_early(p: Program, steps: Sequence[Step], sent: Sequence[Call], times: S
         busy = max(busy, times[k + 1]) + moved(s.args, p) / rate
         # Stream 0 knows that it is over once the model says so.
         later = next((j for j in range(k + 1, len(steps)) if times[j] >= busy * LATE), None)
-        if recorded and later is not None:
+        if later is not None:
             behind[k].append(Record(event, 1))
             behind.setdefault(later, []).append(Wait(event))
             event += 1
