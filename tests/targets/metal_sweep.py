@@ -35,7 +35,6 @@ from test_opinfo import taken
 from test_opinfo_metal import DTYPES, NAMED
 
 
-
 @contextmanager
 def observed(row: dict[str, Any], checked: dict[str, list[str]]) -> Iterator[list[pipeline.Compiled]]:
     """Graphs that are compiled inside. At the end the row has what became of them, and how long it took."""
@@ -83,7 +82,8 @@ def summary(rows: list[dict[str, Any]], entries: Sequence[tuple[str, torch.dtype
                      "off": max((r["off"] for r in models), default=0.0)}
     for dtype in dict.fromkeys(r["dtype"] for r in rows if "op" in r):
         those = [r for r in rows if r.get("dtype") == dtype and r["samples"]]
-        out[dtype] = {"of": sum(str(d)[6:] == dtype for _, d in entries), "entries": len(those), "agree": sum(not r["failures"] for r in those),
+        out[dtype] = {"of": sum(str(d)[6:] == dtype for _, d in entries), "entries": len(those),
+                      "agree": sum(not r["failures"] for r in those),
                       "without_aten": sum(not r["externs"] for r in those),
                       "without_aten_on_opencl": sum(not r["opencl_externs"] for r in those),
                       "samples": sum(r["samples"] for r in those), "gradients": sum(r["gradients"] for r in those)}
