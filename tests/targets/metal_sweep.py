@@ -4,15 +4,17 @@ the checker.
     PYTHONPATH=tests python -m targets.metal_sweep --json results/metal-operators.json
 
 Beside each entry stand what OpenCL leaves to ATen of the same graphs, and what the worst of its kernels costs by the
-static model. What the file has of this commit is kept.
+static model. What the file has of this commit is kept. After the models and the named operators, entries come in random
+order: a sweep that was stopped is a random sample.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,7 @@ from flambeau.testing.opinfo import check_opinfo
 from metal_on_a_mac import losses
 from opencl_forms import POINTS
 from test_opinfo import taken
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+from test_opinfo_metal import DTYPES, NAMED
 
 
 @contextmanager
@@ -72,7 +73,7 @@ def model(name: str, checked: dict[str, list[str]]) -> dict[str, Any]:
     return {**row, "failures": [] if row["off"] < 1e-4 else [f"{row['losses']} for {row['eager']}"]}
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: list[dict[str, Any]], entries: Sequence[tuple[str, torch.dtype]]) -> dict[str, Any]:
     out: dict[str, Any] = {"texts": sum(r["texts"] for r in rows), "refused": sum(bool(r["refused"]) for r in rows),
                            "kernels": sum(r["kernels"] for r in rows), "ratio": max(r["ratio"] for r in rows),
                            "serial": max(r["serial"] for r in rows)}
@@ -81,7 +82,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                      "off": max((r["off"] for r in models), default=0.0)}
     for dtype in dict.fromkeys(r["dtype"] for r in rows if "op" in r):
         those = [r for r in rows if r.get("dtype") == dtype and r["samples"]]
-        out[dtype] = {"entries": len(those), "agree": sum(not r["failures"] for r in those),
+        out[dtype] = {"of": sum(str(d)[6:] == dtype for _, d in entries), "entries": len(those),
+                      "agree": sum(not r["failures"] for r in those),
                       "without_aten": sum(not r["externs"] for r in those),
                       "without_aten_on_opencl": sum(not r["opencl_externs"] for r in those),
                       "samples": sum(r["samples"] for r in those), "gradients": sum(r["gradients"] for r in those)}
@@ -99,10 +101,14 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="of entries; none: all")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=2, help="samples of an entry")
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
     args = parser.parse_args()
     rows = list(kept(args.json))
     done, checked = {(r.get("model", r.get("op")), r.get("dtype")) for r in rows}, {}
-    todo: list[tuple[str, torch.dtype | None]] = [*((name, None) for name in SUITE), *taken(DTYPES)]
+    entries = list(taken(DTYPES))
+    random.Random(args.seed).shuffle(entries)
+    entries.sort(key=lambda e: e[0] not in NAMED)
+    todo: list[tuple[str, torch.dtype | None]] = [*((name, None) for name in SUITE), *entries]
     for name, dtype in todo:
         if (name, dtype and str(dtype)[6:]) in done or (args.names and name not in args.names):
             continue
@@ -111,9 +117,9 @@ def main() -> None:
         print("ok  " if good else "FAIL", name, row.get("dtype", "model"), row.get("externs") or "-", row["ratio"],
               row["serial"], row["seconds"], *row["failures"], *row["refused"], flush=True)
         if not good or len(rows) % 20 == 0:
-            write_results(args.json, "metal operators", rows, summary(rows))
-    write_results(args.json, "metal operators", rows, summary(rows))
-    print(json.dumps(summary(rows), indent=1))
+            write_results(args.json, "metal operators", rows, summary(rows, entries))
+    write_results(args.json, "metal operators", rows, summary(rows, entries))
+    print(json.dumps(summary(rows, entries), indent=1))
 
 
 if __name__ == "__main__":

@@ -55,6 +55,12 @@ def test_a_kernel_runs_as_it_is() -> None:
     torch.testing.assert_close(*total())
 
 
+def test_what_was_written_before_a_barrier_may_be_written_again() -> None:
+    """A dead store, not an error: a scan leaves one where a part of its state is what came last."""
+    again = "parts[lane] = 0.0f;\n  threadgroup_barrier(mem_flags::mem_threadgroup);\n  parts[lane] = mine;"
+    torch.testing.assert_close(*total(SUM.replace("parts[lane] = mine;", again)))
+
+
 # What is changed, and what the emulator says then.
 FAULTS = {
     "no barrier": (("parts[lane] = mine;\n  threadgroup_barrier(mem_flags::mem_threadgroup);", "parts[lane] = mine;"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from .expr import Expr, loads, walk
-from .index import ONE, ZERO, Index, Sym, as_index, walks_as_one
+from .index import ONE, ZERO, Index, Op, Sym, as_index, walks_as_one
 
 LINE = 64  # elements next to each other that are as good as any more
 
@@ -39,8 +39,21 @@ def is_line(address: Index, v: Sym, lanes: int) -> bool:
 def apart(address: Index, itemsize: int, loops: Collection[Sym], most: int) -> int:
     """How many bytes, `most` of them at most, each point of these loops touches beside those of the last. Where data or
     quotients lead, it counts as the next element."""
+    address = unclamped(address)
     steps = [ONE if c is None else c for v in loops if (c := address.coefficient(v)) is not ZERO]
     return min(min((abs(c.const) if c.is_const else most for c in steps), default=0) * itemsize, most)
+
+
+def unclamped(address: Index) -> Index:
+    """Without the least and the greatest that it may be."""
+    out = as_index(address.const)
+    for factors, c in address.terms:
+        a = factors[0]
+        part = Index(((factors, c),), 0)
+        if len(factors) == 1 and isinstance(a, Op) and a.kind in ("min", "max") and a.a.is_const is not a.b.is_const:
+            part = unclamped(a.b if a.a.is_const else a.a) * c
+        out = out + part
+    return out
 
 
 def line(address: Index, vars: Sequence[Sym]) -> float:

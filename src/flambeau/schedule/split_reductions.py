@@ -28,7 +28,7 @@ from flambeau.ir.program import CHUNK
 from flambeau.ir.tuning import Tuning
 
 from .forms import held_columns
-from .loop_nests import distance
+from .loop_nests import FLOAT, distance
 from .rewrites.one_pass import sum_of, with_sum_below
 
 
@@ -129,10 +129,18 @@ Cut = tuple[Index, Index]  # how many pieces, and how long each of them is
 
 
 def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning, alone: dict[Sym, Cut]) -> dict[Sym, Cut]:
-    """What lies farthest apart is cut first: pieces are stretches of memory. `alone`: what is cut already."""
+    """What lies farthest apart is cut first: pieces are stretches of memory. But what is read two ways is cut where its
+    pieces are no shorter than lines. `alone`: what is cut already."""
     cuts = dict(alone)
     at, main = places(graph, n), main_places(graph, n)  # a number for each row does not make rows of columns
-    for v in sorted(n.reduced, key=lambda v: -max((distance(i.coefficient(v), graph.typical) for i in at), default=0)):
+    whole = [i for i in at if all(i.coefficient(v) is not ZERO for v in n.reduced if v.size is not ONE)]
+
+    def order(v: Sym) -> tuple[bool, int]:
+        short = about(v.size, graph.typical, 0) < wanted * t.line_bytes // FLOAT
+        far = max((distance(i.coefficient(v), graph.typical) for i in at), default=0)
+        return short and any(i.coefficient(v) is ONE for i in whole), -far
+
+    for v in sorted(n.reduced, key=order):
         pieces = min(wanted, about(v.size, graph.typical, 0))
         if v not in alone and pieces >= (t.split_more if len(cuts) > len(alone) else 2):
             length = ONE if pieces == about(v.size, graph.typical, 0) else ceildiv(v.size, pieces)

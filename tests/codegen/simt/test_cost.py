@@ -118,6 +118,22 @@ def test_a_scan_across_its_rows_moves_lines_once() -> None:
         assert cost.ratio <= 1.1 and cost.alone == 0
 
 
+def interleaved(x: Value, y: Value) -> Value:
+    """Products of a batch, one factor of which has those of all of them side by side."""
+    return build.contract((x.shape[2], x.shape[0], y.shape[2]), (x.shape[1],), lambda i: x.load((i[1], i[3], i[0])),
+                          lambda i: y.load((i[0], i[3], i[2])), torch.float32)
+
+
+def test_products_that_share_lines_move_them_once() -> None:
+    kernel, = kernels(lambda x, y: [interleaved(x, y)], (70_000, 31, 4), (4, 31, 24))
+    assert costs(kernel, Metal, SHAPE)[0].ratio < 1.1
+
+
+def test_a_sum_of_what_lies_two_ways_is_cut_between_lines() -> None:
+    every = kernels(lambda x, y: [sums(both_ways(x, y), [0, 1])], (50_000, 1100), (1100, 50_000))
+    assert all(cost.ratio <= 1.1 for k in every for cost in costs(k, Metal, SHAPE))
+
+
 def test_what_a_cache_holds_is_read_once() -> None:
     def with_itself(x: Value) -> Value:
         return build.contract((3, 4, 4), (8,), lambda i: x.load((i[0], i[1], i[3])),

@@ -7,10 +7,13 @@ they are, and then each of them computes some rows and columns of the tile, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isqrt
 
+import torch
+
 from flambeau.ir.expr import Expr
-from flambeau.ir.index import Sym, volume
+from flambeau.ir.index import Index, Sym, ceildiv, volume
 from flambeau.ir.lines import is_deep, joined
 from flambeau.ir.program import ContractKernel
 from flambeau.ir.tuning import POINTS
@@ -18,38 +21,68 @@ from flambeau.ir.tuning import POINTS
 from ..c.contractions.writer import ContractWriter
 from ..dialect import UNROLLED
 from .dialect import LaunchDraft, Shape, SimtDialect, SimtWriter
+from .group_order import Bands, bands
 
 
-def band(high: int, wide: int) -> int:
+def band(high: int, wide: int, groups: int) -> int:
     """How many rows of tiles come together: what groups read that run at once is least, all in all."""
     def reads(rows: int) -> int:
-        return high * -(-wide // (POINTS.groups // rows)) + wide * -(-high // rows)
+        return high * -(-wide // (groups // rows)) + wide * -(-high // rows)
 
-    return min(range(1, POINTS.groups + 1), key=reads)
+    return min(range(1, groups + 1), key=reads)
+
+
+def tiles_of(k: ContractKernel, tile: int) -> tuple[Index, Index]:
+    """How many tiles a product is high and wide."""
+    high, wide = (ceildiv(volume(vars), tile) for vars in (k.rows, k.columns))
+    return high, wide
+
+
+def batch_bands(k: ContractKernel, tile: int) -> Bands | None:
+    high, wide = tiles_of(k, tile)
+    return None if k.ragged is not None or k.reductions else bands(k, k.batch, 1, high * wide)
+
+
+def apart_by_lines(k: ContractKernel, tile: int) -> ContractKernel:
+    """With the slowest variable of its rows or columns as one more of the batch, where tiles that it sets apart share
+    lines of memory: products of a batch may come side by side."""
+    by_row = replace(k, batch=(*k.batch, *k.rows[:1]), rows=k.rows[1:])
+    by_column = replace(k, batch=(*k.batch, *k.columns[:1]), columns=k.columns[1:])
+    for more in (by_row, by_column):
+        b = batch_bands(more, tile) if more.rows and more.columns else None
+        if b is not None and more.batch[-1] in b.outer:
+            return apart_by_lines(more, tile)
+    return k
 
 
 class Tiles(SimtWriter, ContractWriter):
     sum = "sums[s]"  # of a work-item, by its number
 
     def __init__(self, dialect: SimtDialect, kernel: ContractKernel, shape: Shape) -> None:
-        super().__init__(dialect, kernel)
         self.side = isqrt(shape.group)  # work-items
         self.group = self.side * self.side
         self.tile = POINTS.product_each * self.side
+        kernel = apart_by_lines(kernel, self.tile)
+        super().__init__(dialect, kernel)
         self.row = self.tile + 1  # neighbours are not in the same bank, whichever way they are written
-        self.band = band(*(max(-(-kernel.about(volume(vars), POINTS.groups * self.tile) // self.tile), 1)
-                           for vars in (kernel.rows, kernel.columns)))
+        self.tiles = tiles_of(kernel, self.tile)
+        self.bands = batch_bands(kernel, self.tile)
+        self.at_once = max(POINTS.groups // (self.bands.rows if self.bands else 1), 1)  # groups of one product
+        high, wide = (max(-(-kernel.about(volume(vars), POINTS.groups * self.tile) // self.tile), 1)
+                      for vars in (kernel.rows, kernel.columns))
+        self.band = band(high, wide, self.at_once)
 
     def write(self) -> LaunchDraft:
         k, long, tile = self.k, self.d.long, self.tile
-        counts = [volume(vars) for vars in (k.rows, k.columns, k.batch)]
-        high, wide = ((n + (tile - 1)) // tile for n in counts[:2])
+        (high, wide), b = self.tiles, self.bands
+        blocks = high * wide * volume(k.batch)
         rows, columns, depth = (self.length(vars) for vars in (k.rows, k.columns, k.depth))
         size = POINTS.product_depth * self.row
         self.line(f"{self.d.local} {self.kind} lefts[{size}], rights[{size}];")
-        self.line(f"const {long} me = {self.d.lane}, block = {self.d.group};")
+        turn = b.turn(f"({self.d.types[torch.int64]}){self.d.group}", self.index) if b else self.d.group
+        self.line(f"const {long} me = {self.d.lane}, block = {turn};")
         self.line(f"const {long} mine_r = me / {self.side}, mine_c = me % {self.side};")
-        with self.scope("{", k.batch):
+        with self.scope(f"if (block < {self.index(blocks)}) {{" if b else "{", k.batch):
             # Tiles come in bands of some rows, in each of them column by column.
             band, tiles = self.band, self.index(high * wide)
             self.line(f"const {long} item = block / {tiles}, place = block % {tiles};")
@@ -74,7 +107,7 @@ class Tiles(SimtWriter, ContractWriter):
                     self.decompose("row", self.rows)
                     self.decompose("column", self.columns)
                     self.finish(self.sum)
-        return LaunchDraft(self, high * wide * counts[2] * self.group, self.group)
+        return LaunchDraft(self, (b.padded(blocks) if b else blocks) * self.group, self.group)
 
     def begin(self) -> None:
         """Sums of nothing."""

@@ -20,7 +20,8 @@ from functools import cached_property
 from math import prod
 
 from flambeau.ir.expr import Expr, conjuncts, loads, walk
-from flambeau.ir.index import ZERO, Dyn, Index, Op, Sym, about, as_index, volume
+from flambeau.ir.index import ZERO, Dyn, Index, Sym, about, as_index, volume
+from flambeau.ir.lines import unclamped
 from flambeau.ir.program import (
     AttentionKernel,
     ContractKernel,
@@ -178,18 +179,6 @@ def places(at: Index) -> set[Dyn]:
     return {a for a in at.atoms() if isinstance(a, Dyn)}
 
 
-def unclamped(at: Index) -> Index:
-    """Without the least and the greatest that it may be."""
-    out = as_index(at.const)
-    for factors, c in at.terms:
-        a = factors[0]
-        part = Index(((factors, c),), 0)
-        if len(factors) == 1 and isinstance(a, Op) and a.kind in ("min", "max") and a.a.is_const is not a.b.is_const:
-            part = unclamped(a.b if a.a.is_const else a.a) * c
-        out = out + part
-    return out
-
-
 class Model:
     def __init__(self, kernel: Kernel, writer: SimtWriter, typical: Mapping[Sym, int], own: Collection[str]) -> None:
         self.k, self.w, self.typical, self.own = kernel, writer, typical, own
@@ -214,14 +203,15 @@ class Model:
         k, w = self.k, self.w
         if isinstance(k, ContractKernel):
             assert isinstance(w, Tiles)
+            k = w.k
             # Groups that run at once are a part of a band, and go through the depth together.
-            sides = [*self.spread(k.rows, w.tile * w.band),
-                     *self.spread(k.columns, w.tile * (POINTS.groups // w.band))]
-            return [*((v, 1, False) for v in k.batch), *((v, n, False) for v, n in sides),
-                    *((v, 1, False) for v in k.depth), *((v, n, True) for v, n in sides)]
+            sides = [*self.spread(k.rows, w.tile * w.band), *self.spread(k.columns, w.tile * (w.at_once // w.band))]
+            side_by_side = self.spread(w.bands.outer, w.bands.rows) if w.bands else []
+            rest = [(v, 1) for v in k.batch if v not in dict(side_by_side)]
+            return [*((v, n, False) for v, n in (*side_by_side, *rest, *sides)), *((v, 1, False) for v in k.depth),
+                    *((v, n, True) for v, n in (*side_by_side, *sides))]
         if isinstance(w, Points) and w.bands is not None:
-            wide = w.wide if isinstance(w, ColumnLoops) else w.group
-            rows, row = self.spread(w.bands.outer, w.bands.rows), self.spread(w.bands.inner, wide)
+            rows, row = self.spread(w.bands.outer, w.bands.rows), self.spread(w.bands.inner, w.bands.chunk)
             along = [(v, 1, False) for v in (k.inner if isinstance(k, LoopKernel) else ())]
             beside = [(v, n, True) for v, n in rows]
             # Groups of columns that run at once go through them together.

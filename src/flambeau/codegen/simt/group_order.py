@@ -3,18 +3,19 @@
     scale[column] for every row: groups of one row after the other read all of `scale` again for each row.
 
 If a cache does not hold that much, some rows are walked side by side instead (a band): all of them read a part of
-`scale` before any group goes on to the next part.
+`scale` before any group goes on to the next part. The same holds for elements of several rows that share a line of
+memory, and for the products of a batch whose factors do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flambeau.ir.expr import loads
-from flambeau.ir.index import Index, Sym, ceildiv, maximum, volume
+from flambeau.ir.index import ONE, Index, Sym, ceildiv, maximum, volume
 from flambeau.ir.lines import apart
-from flambeau.ir.program import LoopKernel, ScanKernel, ScatterKernel
+from flambeau.ir.program import ContractKernel, Kernel, LoopKernel, ScanKernel, ScatterKernel
 from flambeau.ir.tuning import POINTS
 
 
@@ -23,6 +24,7 @@ class Bands:
     outer: tuple[Sym, ...]  # their points are the rows
     inner: tuple[Sym, ...]  # their points are a row
     rows: int  # side by side
+    chunk: int  # points of a group
     groups: Index  # of a row
 
     @property
@@ -34,22 +36,32 @@ class Bands:
         """As many groups as whole bands have."""
         return ceildiv(groups, self.size) * self.size
 
+    def turn(self, group: str, index: Callable[[Index], str]) -> str:
+        """The place of a group among those that go row by row. The last band may have groups beyond the last row."""
+        size = index(self.size)
+        return f"({group} / {size} * {self.rows} + {group} % {self.rows}) * {index(self.groups)} + " \
+               f"{group} % {size} / {self.rows}"
 
-def bands(k: LoopKernel | ScanKernel | ScatterKernel, vars: Sequence[Sym], chunk: int) -> Bands | None:
-    """The bands of a kernel whose groups have so many points of these variables each; None if it needs none, or if data
-    say what a point reads."""
+
+def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE) -> Bands | None:
+    """The bands of a kernel whose groups have so many points of these variables each, or of products, of which each of
+    a batch has so many tiles; None if it needs none, or if data say what a point reads."""
     if isinstance(k, LoopKernel) and k.bounds is not None:
         return None
-    itemsizes = {p.name: p.dtype.itemsize for p in k.params}
-    reads = [(e.attr[1][0], itemsizes[e.attr[0]]) for e in loads(*k.everything())]
+    itemsizes, line = {p.name: p.dtype.itemsize for p in k.params}, POINTS.line_bytes
+    product = isinstance(k, ContractKernel)
+    read = loads(k.left, k.right) if isinstance(k, ContractKernel) else loads(*k.everything())
+    reads = [(e.attr[1][0], itemsizes[e.attr[0]]) for e in read]
     if isinstance(k, ScatterKernel):
         reads += [(k.address, itemsizes[k.name])]
-    inner = k.inner if isinstance(k, LoopKernel) else ()
+    inner = k.inner if isinstance(k, LoopKernel) else (k.axis,) if isinstance(k, ScanKernel) else \
+        (*k.rows, *k.columns, *k.depth) if isinstance(k, ContractKernel) else ()
     found: dict[int, int] = {}  # bytes that are read again, by the number of outer variables
-    for n in range(1, len(vars)):
-        row, line = {*vars[n:], *inner}, POINTS.line_bytes
+    for n in range(1, len(vars) + product):
+        row = {*vars[n:], *inner}
         touched = {read: k.about(volume(row & read[0].symbols()), 1) * apart(*read, row, line) for read in reads}
-        again = sum(touched[read] for read in touched if apart(*read, {vars[n - 1]}, line) < line)
+        # Tiles of one product share its factors already, as far as a cache goes: others could only share its lines.
+        again = sum(touched[read] for read in touched if product <= apart(*read, {vars[n - 1]}, line) < line)
         every = sum(touched.values())
         if k.about(vars[n - 1].size, 1) > 1 and every > POINTS.row_lines and again * POINTS.band_share > every:
             found[n] = again * (k.about(volume(vars[:n]), 1) - 1)
@@ -58,4 +70,5 @@ def bands(k: LoopKernel | ScanKernel | ScatterKernel, vars: Sequence[Sym], chunk
     n = max(found, key=lambda n: found[n])
     rows = k.about(volume(vars[:n]), 1)
     beside = -(-rows // -(-rows // POINTS.band_rows))  # so that the last band is about as high as the others
-    return Bands(tuple(vars[:n]), tuple(vars[n:]), beside, maximum(ceildiv(volume(vars[n:]), chunk), 1))
+    groups = maximum(ceildiv(volume(vars[n:]), chunk) * tiles, 1)
+    return Bands(tuple(vars[:n]), tuple(vars[n:]), beside, chunk, groups)

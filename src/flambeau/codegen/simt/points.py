@@ -14,7 +14,7 @@ import torch
 from flambeau.ir.dtypes import opmath
 from flambeau.ir.expr import Expr, cast, const
 from flambeau.ir.index import Sym, as_index, ceildiv, volume
-from flambeau.ir.program import ContractKernel, Item, Kernel, LoopKernel, identities_of
+from flambeau.ir.program import Item, Kernel, LoopKernel, identities_of
 from flambeau.ir.tuning import POINTS
 
 from ..c.nest import NestWriter
@@ -52,13 +52,12 @@ class Points(SimtWriter, NestWriter):
         """The first point of this group, of so many of these variables' each. Groups of a band come side by side."""
         k, long, wide = self.kernel, self.d.long, self.d.types[torch.int64]
         points = volume(vars)
-        self.bands = b = None if isinstance(k, ContractKernel) else bands(k, vars, chunk)
+        self.bands = b = bands(k, vars, chunk)
         self.total = (ceildiv(points, chunk) if b is None else b.padded(ceildiv(points, chunk))) * self.group
         if b is None:
-            return f"({long}){self.d.group} * {chunk}"
-        g, size, start = f"({wide}){self.d.group}", self.index(b.size), self.fresh("start")
-        turn = f"({g} / {size} * {b.rows} + {g} % {b.rows}) * {self.index(b.groups)} + {g} % {size} / {b.rows}"
-        # The last band may have groups without points: they begin where all points end.
+            return f"({long}){self.d.group}" + f" * {chunk}" * (chunk > 1)
+        start, turn = self.fresh("start"), b.turn(f"({wide}){self.d.group}", self.index)
+        # Groups without points begin where all points end.
         first = self.d.minimum.format(f"({turn}) * {chunk}", f"({wide}){self.index(points)}")
         self.line(f"const {long} {start} = ({long}){first};")
         return start

@@ -76,11 +76,10 @@ class Rows(Several):
 
     @contextmanager
     def groups(self, vars: Sequence[Sym]) -> Iterator[Scope]:
-        self.total = volume(vars) * self.group
-        row = self.fresh("row")
+        row, start = self.fresh("row"), self.first_point(vars, 1)
         self.line(f"const int {self.me} = {self.d.lane};")
-        self.line(f"const {self.d.long} {row} = {self.d.group};")
-        with self.scope("{", vars) as s:
+        self.line(f"const {self.d.long} {row} = {start};")
+        with self.scope(f"if ({row} < {self.index(volume(vars))}) {{" if self.bands else "{", vars) as s:
             self.decompose(row, vars)
             yield s
 

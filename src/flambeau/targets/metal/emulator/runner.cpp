@@ -193,7 +193,7 @@ void touch(Access& a, uint32_t me, bool write, bool device, uint32_t now, const 
   if (write && a.reader && a.reader != me && !ordered(a.reader, a.read, now, device))
     fail("race: writes byte %ld of %s, which thread %ld read with no barrier between", (long)at, what,
          a.reader == MANY ? -1L : (long)a.reader - 1);
-  if (write && a.writer == me && !a.reader && !collides) fail("writes byte %ld of %s twice, which nobody read", (long)at, what);
+  if (write && a.writer == me && a.wrote == now && !a.reader && !collides) fail("writes byte %ld of %s twice, which nobody read", (long)at, what);
   if (write) a.writer = me, a.wrote = now, a.reader = 0;
   else if (device && a.reader && a.reader != me && (a.reader == MANY ? a.read < group_begin : (a.reader - 1) / (uint32_t)part->group != ids.group))
     a.reader = MANY, a.read = 0;  // of several groups, which wait for nobody
