@@ -164,6 +164,14 @@ def test_complex_is_left_to_aten() -> None:
     assert "aten.mul.Tensor" in graphs[0].captured.externs
 
 
+def test_gradient_through_a_complex_number() -> None:
+    """The backward conjugates the factor, which is a number and no tensor."""
+    x = torch.randn(4, 2, requires_grad=True)
+    compiled = torch.compile(lambda z: torch.mul(z, 2j), backend="flambeau")
+    torch.view_as_real(compiled(torch.view_as_complex(x))).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.tensor([[2.0, -2.0]]).expand(4, 2))
+
+
 def test_an_operator_without_a_lowering_is_called_and_listed() -> None:
     with collect() as graphs:
         same(lambda x: torch.linalg.qr(x.exp()).R.abs() + 1, torch.randn(4, 4))

@@ -60,6 +60,7 @@ class Draw:
         self.only_exact = not self.grad and self.r.random() < 0.3  # moves, choices and whole numbers alone
         self.numerics = "eager" if self.r.random() < numerics else "fast"
         self.fails = not self.grad and self.r.random() < 0.06
+        self.odd = self.r.random() < 0.12  # some floats are NaN or infinite
         self.seed = seed
         self.count = 0
         self.inputs: list[Input] = []
@@ -110,6 +111,9 @@ class Draw:
         if bound is not None:
             return f"torch.randint({bound}, SHAPE, {g})"
         if dtype in FLOATS:
+            if self.odd and self.r.random() < 0.7:
+                return self.r.choice((f"torch.randint(-1, 9, SHAPE, {g}).log()",  # NaN, -inf
+                                      f"-torch.randint(0, 9, SHAPE, {g}).log()"))  # inf
             # Some floats have ties and zeros; all survive in half precision, so that every dtype has the same ones.
             if self.r.random() < 0.3:
                 return f"torch.randint(-3, 4, SHAPE, {g})"
@@ -251,7 +255,7 @@ class Draw:
                 return False
             t.run(step)
             for name in (*step.makes, *((step.writes,) if step.writes else ())):
-                if not reasonable(t.env[name]) or (self.only_exact and not t.is_exact(name)):
+                if not reasonable(t.env[name], self.odd) or (self.only_exact and not t.is_exact(name)):
                     return False
         return True
 
@@ -294,14 +298,15 @@ class Draw:
         return done
 
 
-def reasonable(t: Tensor) -> bool:
+def reasonable(t: Tensor, odd: bool) -> bool:
     if t.numel() > MOST or t.dim() > 5 or t.dtype.is_complex:
         return False
     v = t.detach()
     if not v.numel():
         return True
     if v.is_floating_point():
-        return bool(v.isfinite().all()) and float(v.abs().max()) < LARGEST
+        kept = v[v.isfinite()] if odd else v  # of nothing but NaN one learns nothing
+        return bool(kept.isfinite().all()) and kept.numel() > 0 and float(kept.abs().max()) < LARGEST
     return v.dtype == torch.bool or bool((v.to(torch.int64).abs() < 1 << 40).all())
 
 

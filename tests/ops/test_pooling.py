@@ -105,6 +105,17 @@ def test_sizes_known_only_at_the_call() -> None:
                          F.adaptive_max_pool2d(x, (3, 4))), plane(2, 3, n, n + 2), dynamic=True)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_places_of_maxima_that_are_the_least_value(dynamic: bool) -> None:
+    """A window of nothing but -inf has its first element's place, as in eager."""
+    x = torch.randn(2, 3, 9, 11)
+    x[torch.rand(x.shape) < 0.7] = -math.inf
+    x[0] = -math.inf
+    agree(lambda x, y: (F.adaptive_max_pool2d(x, (2, 3), return_indices=True),
+                        F.adaptive_max_pool1d(x[0], 4, return_indices=True),
+                        F.max_pool2d(y, 2, return_indices=True)), x.requires_grad_(), x.detach().clone(), dynamic=dynamic)
+
+
 def test_unpooling() -> None:
     def there_and_back(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (F.max_unpool2d(*F.max_pool2d(a, 2, return_indices=True), 2),

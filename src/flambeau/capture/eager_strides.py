@@ -248,7 +248,8 @@ def as_viewed(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k:
     """By ATen's code for views, on an array of which nothing but shape and strides is known."""
     args, named = arguments(n, samples, k)
     new = tensors_in(n.target(*args, **named))  # type: ignore[operator]
-    if len(new) != len(made) or any(t.dtype is not args[0].dtype for t in new):
+    base = args[0]  # a number, in the conjugate of a factor that is one
+    if not isinstance(base, torch.Tensor) or len(new) != len(made) or any(t.dtype is not base.dtype for t in new):
         raise ValueError("other elements")
     return [(t.stride(), int(t.storage_offset())) for t in new]
 

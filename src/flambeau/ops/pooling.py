@@ -284,6 +284,14 @@ def next_greater(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
     return where(take, w, v), where(take, there, at)
 
 
+def first_or_greater(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
+    """The same, where a may be the identity: its position lies behind all others, and a value may equal its value."""
+    (v, at), (w, there) = a, b
+    take = (w > v) | (there < at)
+    take = take | isnan(w) if is_float(v.dtype) else take
+    return where(take, w, v), where(take, there, at)
+
+
 def greater(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
     """The same of any two values with their marked positions: to a NaN every number compares as to an equal one, and
     its mark goes before them all."""
@@ -319,8 +327,9 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
             place = at
             if size is not source:
                 quick = ordered and not are_long(source, size)
+                known = source.is_const and size.is_const  # a share is walked from its first element on
                 combine = build.make_combine("greatest", (dtype, position), (lowest(dtype), highest(position)),
-                                             next_greater if quick else greater)
+                                             greater if not quick else next_greater if known else first_or_greater)
 
                 def read(i: Place, value: Callable[[Place], Expr] = value, at: Callable[[Place], Expr] = at,
                          quick: bool = quick) -> tuple[Expr, Expr]:
