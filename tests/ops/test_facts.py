@@ -19,6 +19,7 @@ ROOMS = ("capture", "compare", "compile", "device", "eager", "optim", "runtime",
 NAMES = {name.removeprefix("aten::").partition(".")[0] for name in all_operator_names() if name.startswith("aten::")}
 # Tables whose words are operators' names by chance, or for another reason.
 NO_FACTS = {
+    "capture/symbols.py COMPUTED": "atoms of the index algebra, as functions of torch's symbolic numbers",
     "device/sparse.py _PARTS": "the methods that take a tensor of each layout apart, in the order of its parts",
 }
 

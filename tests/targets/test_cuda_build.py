@@ -114,7 +114,7 @@ def test_text_that_does_not_compile_is_its_kernels_error(fresh: Path, compiler: 
     for factor in ("nonsense", "tl.sum(x)[3]"):
         error = built(compiler, source(factor))  # type: ignore[arg-type]
         assert isinstance(error, CompileError)
-        assert "scaled" in str(error) and "Error" in error.message and error.hint and "text is in" in error.hint
+        assert "scaled" in str(error) and "Error" in error.message and error.hint and "source is in" in error.hint
     assert isinstance(built(compiler, source(6.0)), Code)
 
 

@@ -322,7 +322,7 @@ def test_what_has_no_address_is_not_aligned(machine: Machine) -> None:
     read = TensorMap("a", 0, 0, "bf16", 2, ("8", "8"), ("8", "1"), (8, 8))
     k = machine.build([source(), source("l", parts=[Part("part0", "1", maps=(read,))])]).wait()
     k["k"]([0, 32], [])
-    assert machine.built[-1] == ("l", Facts(True, 0))
+    assert machine.built[-1] == ("k", Facts(True, 0))
     k["l"]([0, 32], [])
     assert machine.built[-1] == ("l", Facts(False, 0))
 

@@ -66,6 +66,7 @@ class Numbers:
     def __init__(self, p: Program, positions: dict[str, int]) -> None:
         self.words: dict[tuple[int, int, int], int] = {}
         self.hosts = {s.name: h for s, h in p.numbers}
+        self.makers = {name: str(x.target) for x in p.steps if isinstance(x, Call) for name in x.names}
         self.positions = positions  # of the inputs, by the names of their buffers
         self.known: dict[str, int] = {}
         self.sizes: dict[str, int] = {}  # of the kernel whose texts are read
@@ -158,7 +159,8 @@ class Numbers:
 
     def position(self, name: str) -> int:
         if name not in self.positions:
-            raise UnsupportedError(f"the size of {name}, which is no input, is not known before a call")
+            raise UnsupportedError(f"the size of the result of {self.makers.get(name, name)} depends on data, and is not "
+                                   "known before a call")
         return self.positions[name]
 
     def real(self, x: tuple[int, bool]) -> int:
