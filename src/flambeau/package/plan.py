@@ -159,7 +159,8 @@ class Numbers:
 
     def position(self, name: str) -> int:
         if name not in self.positions:
-            raise UnsupportedError(f"the size of the result of {self.makers.get(name, name)} depends on data, and is not "
+            made_by = self.makers.get(name, name)
+            raise UnsupportedError(f"the size of the result of {made_by} depends on data, and is not "
                                    "known before a call")
         return self.positions[name]
 
