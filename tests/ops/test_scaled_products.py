@@ -36,7 +36,7 @@ def small(*shape: int, dtype: torch.dtype = E4) -> torch.Tensor:
 
 
 def scales(*shape: int) -> torch.Tensor:
-    return torch.rand(*shape) + 0.5
+    return torch.rand(shape) + 0.5
 
 
 def blocks(scale: torch.Tensor, rows: int = 1) -> torch.Tensor:

@@ -286,14 +286,10 @@ class BlockTuning(Tuning):
     tile_reads: int = number(44, "bytes", "that a processor reads of the cache in a cycle")
     tile_start: int = number(2600, "cycles", "until the first step of a tile has its factors, and to write results")
     step_start: int = number(60, "cycles", "of a step in which nothing is multiplied")
-    share_start: int = number(1500, "cycles", "to tell another program of a sum, and to hear of it")
+    share_start: int = number(10_000, "cycles", "to tell another program of a sum, and to hear of it: 1024 x 768 x 2048 "
+                                                "took 30,000 in shares, and 14,000 in tiles")
     factor_again: int = number(128, "rows or columns", "of a product for which a factor is computed, not written and "
                                                        "read: one tile or two have it")
-    product_even: int = number(128, "elements", "pieces of a sum of products are multiples of the depth of every tile")
-    worker_depth: int = number(256, "elements", "of the depth of a piece: four steps of a tile, which hide its start")
-    split_most: int = number(64, "pieces", "of a sum: each of its results is read so often when they are joined")
-    join_start: int = number(3000, "cycles", "to launch one more kernel")
-    join_elements: int = number(400, "sums", "of 4 bytes that are written and read again in a cycle by all processors")
     # ---- scatters
     tap_values: int = number(4, "values", "of one variable that is written out")
     taps: int = number(16, "values", "of all variables that are written out")
@@ -307,18 +303,6 @@ class BlockTuning(Tuning):
             return -(-length // self.piece) * self.piece
         high = 1 << (length - 1).bit_length()
         return high if length * 4 > high * 3 else high // 2
-
-    def pieces(self, rows: int, columns: int, depth: int, batch: int, itemsize: int, programs: int) -> int:
-        """The number with which the fastest tile is done first, what joins the pieces included."""
-        most = min(self.split_most, depth // self.worker_depth) if rows * columns * batch else 0
-
-        def cost(pieces: int) -> float:
-            join = self.join_start + rows * columns * batch * pieces / self.join_elements
-            each = -(-depth // (pieces * self.product_even)) * self.product_even
-            sizes = rows, columns, each, batch * pieces
-            return min(Way(t).cost(sizes, itemsize) for t in TILES) + join * (pieces > 1)
-
-        return min(range(1, most + 1), key=cost, default=1)
 
 
 def explain(table: Tuning) -> Iterator[tuple[str, int, str, str]]:
