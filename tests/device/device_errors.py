@@ -89,6 +89,32 @@ def test_copies_onto_what_they_read(move: Any) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("call", [
+    lambda y, i, v: i.index_add_(0, i, v), lambda y, i, v: i.index_add_(0, v, i), lambda y, i, v: y.index_add_(0, i, y),
+    lambda y, i, v: i.index_copy_(0, i, v), lambda y, i, v: i.index_fill_(0, i, 0),
+    lambda y, i, v: i.index_put_((i,), v), lambda y, i, v: i.index_put_((v,), i), lambda y, i, v: i.put_(v, i),
+    lambda y, i, v: i.scatter_(0, i, v), lambda y, i, v: i.scatter_(0, v, i), lambda y, i, v: i.scatter_add_(0, i, v),
+    lambda y, i, v: i.index_reduce_(0, i, v, "prod"), lambda y, i, v: torch.gather(i, 0, v, out=i),
+    lambda y, i, v: i.add_(i), lambda y, i, v: torch.mul(y, y, out=y)])
+def test_writes_to_what_is_read(call: Any) -> None:
+    """Operators that read other elements than the one that they write refuse it."""
+    found = []
+    for device in ("cpu", DEV):
+        y, i, v = torch.arange(3.0, device=device), *torch.tensor([[2, 1, 0]] * 2, device=device)
+        try:
+            found.append(call(y, i.clone(), v.clone()).tolist())
+        except RuntimeError as error:
+            assert "unsupported operation" in str(error)
+            found.append(type(error))
+    assert found[0] == found[1]
+
+
+def test_masks_that_are_no_truth_values() -> None:
+    x, mask = torch.ones(3, device=DEV), torch.ones(3, dtype=torch.uint8, device=DEV)
+    with pytest.raises(RuntimeError, match="masked_select: expected BoolTensor for mask"):
+        x.masked_select(mask)
+
+
 def test_more_numbers_than_a_dtype_has() -> None:
     for n in (2049, 2050):
         out = torch.empty(0, dtype=torch.float16, device=DEV)

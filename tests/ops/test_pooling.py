@@ -113,8 +113,8 @@ def test_places_of_maxima_that_are_the_least_value(dynamic: bool) -> None:
     x[0] = -math.inf
     agree(lambda x, y: (F.adaptive_max_pool2d(x, (2, 3), return_indices=True),
                         F.adaptive_max_pool1d(x[0], 4, return_indices=True),
-                        F.max_pool2d(y, 2, return_indices=True)), x.requires_grad_(), x.detach().clone(),
-          dynamic=dynamic)
+                        F.max_pool2d(y, 2, return_indices=True)),
+          x.requires_grad_(), x.detach().clone(), dynamic=dynamic)
 
 
 def test_unpooling() -> None:

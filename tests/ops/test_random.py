@@ -53,8 +53,17 @@ def test_short_floats_stay_below_one_and_fill_the_interval(dtype: torch.dtype) -
     x = drawn(torch.rand_like, dtype)
     assert x.min() >= 0 and x.max() < 1
     digits = {torch.float16: 11, torch.bfloat16: 8}[dtype]
-    assert x.unique().numel() == min(2**digits, x.unique().numel()) and x.unique().numel() > 0.9 * 2**digits
+    assert x.unique().numel() > 2 * 2**digits  # near zero too
     assert abs(float(x.double().mean()) - 0.5) < 2.0**-digits + 3e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_uniform_numbers_stay_below_the_upper_end_and_fill_the_range(dtype: torch.dtype) -> None:
+    for low, high in ((1, 2), (-2, -1), (-1, 0), (-100, 100)):
+        x = drawn(lambda t, low=low, high=high: t.clone().uniform_(low, high), dtype)  # type: ignore[misc]
+        assert x.min() >= low and x.max() < high
+        assert abs(float(x.double().mean()) - (low + high) / 2) < 0.006 * (high - low)
+    assert x.unique().numel() > {torch.bfloat16: 2000, torch.float16: 10000}.get(dtype, 0.9 * N)
 
 
 def test_normal_tails() -> None:

@@ -75,8 +75,9 @@ def _raises(op: OpOverload, args: tuple[Any, ...], device: torch.device, value: 
             ) -> Exception | None:
     positional = [x for a, x in zip(op._schema.arguments, args, strict=True) if not a.kwarg_only]
     kwargs = {a.name: x for a, x in zip(op._schema.arguments, args, strict=True) if a.kwarg_only}
+    made: dict[int, torch.Tensor] = {}
     try:
-        attempt(op, positional, kwargs, lambda x: _filled(x, device, value))
+        attempt(op, positional, kwargs, lambda x: _filled(x, device, value, made))
     except Exception as error:
         return error
     return None
@@ -109,8 +110,14 @@ def _mapped(x: Any, change: Callable[[TensorLike], Any]) -> Any:
     return change(x) if isinstance(x, TensorLike) else x
 
 
-def _filled(x: Any, device: torch.device, value: int) -> Any:
-    x = _mapped(x, lambda t: torch.empty_strided(t.shape, t.strides, dtype=t.dtype, device=device).fill_(value))
+def _filled(x: Any, device: torch.device, value: int, made: dict[int, torch.Tensor]) -> Any:
+    """`made`: the tensors so far. Those that are one in the call are one here: some operators refuse that."""
+    def fill(t: TensorLike) -> torch.Tensor:
+        if t.same not in made:
+            made[t.same] = torch.empty_strided(t.shape, t.strides, dtype=t.dtype, device=device).fill_(value)
+        return made[t.same]
+
+    x = _mapped(x, fill)
     if isinstance(x, Number):
         return torch.scalar_tensor(x.value, dtype=x.dtype, device=CPU)
     return None if isinstance(x, torch.Generator) else x

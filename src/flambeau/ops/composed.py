@@ -54,6 +54,8 @@ def nonzero(x: Tensor) -> Tensor:
 
 @composed(aten.masked_select.default)
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    if mask.dtype is not torch.bool:
+        raise RuntimeError("masked_select: expected BoolTensor for mask")
     x, mask = torch.broadcast_tensors(x, mask)
     return x.reshape(-1).index_select(0, nonzero(mask.reshape(-1))[:, 0])
 

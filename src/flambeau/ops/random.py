@@ -21,7 +21,7 @@ from flambeau.ir.expr import Expr, binary, cast, const, index_value, require, wh
 from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index, IndexLike, as_index
 from flambeau.ir.nodes import Value, contiguous_strides
-from flambeau.ir.scalar import ceil, cos, eq, exp, log, maximum, philox, rough_log2, sqrt, tan
+from flambeau.ir.scalar import ceil, cos, eq, exp, log, maximum, minimum, philox, rough_log2, sqrt, tan
 from flambeau.ops.facts import WIDE, describe
 from flambeau.ops.registry import broadcast_shapes, load_at, lower, pointwise, scalar_at
 
@@ -158,10 +158,31 @@ describe(aten.normal.Tensor_Tensor, strides="contiguous")
 # ---- uniform -------------------------------------------------------------------------------------------
 
 
+def below(high: float, dtype: DType) -> float:
+    """The greatest number of the dtype that is less."""
+    if high == 0:
+        return -torch.finfo(dtype).tiny
+    fraction, exponent = math.frexp(high)
+    digits = _MANTISSA[dtype] + (fraction == 0.5)  # below a power of two numbers are closer
+    return math.ldexp(math.ceil(math.ldexp(fraction, digits)) - 1, exponent - digits)
+
+
+def between(size: Sequence[IndexLike], dtype: DType, low: float, high: float) -> Value:
+    """In [low, high), with the digits of float32 at least: few of a narrow dtype would be few numbers of a wide range.
+    What rounding might make the upper end is below it."""
+    compute = opmath(dtype)
+    unit = (low, high) == (0, 1) and compute is dtype  # needs no rounding
+
+    def body(r: Stream, i: tuple[Index, ...]) -> Expr:
+        value = r.uniform(compute)
+        return value if unit else minimum(value * (high - low) + low, max(low, below(high, dtype)))
+
+    return draw(size, dtype, body, compute)
+
+
 @without_generator(aten.rand)
 def rand(size: Sequence[IndexLike], *, dtype: DType | None = None, **place: Any) -> Value:
-    dtype = dtype or torch.get_default_dtype()
-    return draw(size, dtype, lambda r, i: r.uniform(dtype), dtype)
+    return between(size, dtype or torch.get_default_dtype(), 0.0, 1.0)
 
 
 without_generator(aten.rand_like)(lambda x, dtype=None, **place: rand(x.shape, dtype=dtype or x.dtype))
@@ -169,7 +190,7 @@ without_generator(aten.rand_like)(lambda x, dtype=None, **place: rand(x.shape, d
 
 @without_generator(aten.uniform)
 def uniform(x: Value, low: float = 0.0, high: float = 1.0) -> Value:
-    return draw(x.shape, x.dtype, lambda r, i: r.uniform(x.dtype) * (high - low) + low, x.dtype)
+    return between(x.shape, x.dtype, low, high)
 
 
 # ---- normal and what is made of it ---------------------------------------------------------------------
