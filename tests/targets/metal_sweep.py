@@ -4,7 +4,8 @@ the checker.
     PYTHONPATH=tests python -m targets.metal_sweep --json results/metal-operators.json
 
 Beside each entry stand what OpenCL leaves to ATen of the same graphs, and what the worst of its kernels costs by the
-static model. What the file has of this commit is kept. After the models and the named operators, entries come in random
+static model. Rows of this commit that the file has are kept, and with --keep those of others with the same kernels;
+what failed is run again. After the models and the named operators, entries come in random
 order: a sweep that was stopped is a random sample.
 """
 
@@ -14,7 +15,8 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,7 @@ def model(name: str, checked: dict[str, list[str]]) -> dict[str, Any]:
 def summary(rows: list[dict[str, Any]], entries: Sequence[tuple[str, torch.dtype]]) -> dict[str, Any]:
     out: dict[str, Any] = {"texts": sum(r["texts"] for r in rows), "refused": sum(bool(r["refused"]) for r in rows),
                            "kernels": sum(r["kernels"] for r in rows), "ratio": max(r["ratio"] for r in rows),
-                           "serial": max(r["serial"] for r in rows)}
+                           "serial": max(r["serial"] for r in rows), "commits": Counter(r["commit"] for r in rows)}
     models = [r for r in rows if "model" in r]
     out["models"] = {"trained": len(models), "agree": sum(not r["failures"] for r in models),
                      "off": max((r["off"] for r in models), default=0.0)}
@@ -90,10 +92,10 @@ def summary(rows: list[dict[str, Any]], entries: Sequence[tuple[str, torch.dtype
     return out
 
 
-def kept(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of an earlier run at this commit."""
-    if path.exists() and (found := json.loads(path.read_text()))["commit"] == origin()["commit"]:
-        yield from found["rows"]
+def kept(path: Path, commits: Collection[str]) -> list[dict[str, Any]]:
+    """Rows of earlier runs at these commits, but for those that failed."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [r for r in rows if r["commit"] in commits and not r["failures"] and not r["refused"]]
 
 
 def main() -> None:
@@ -102,8 +104,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=2, help="samples of an entry")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("--keep", nargs="*", default=(), help="commits whose rows stay")
     args = parser.parse_args()
-    rows = list(kept(args.json))
+    commit = origin()["commit"]
+    rows = kept(args.json, {commit, *args.keep})
     done, checked = {(r.get("model", r.get("op")), r.get("dtype")) for r in rows}, {}
     entries = list(taken(DTYPES))
     random.Random(args.seed).shuffle(entries)
@@ -113,6 +117,7 @@ def main() -> None:
         if (name, dtype and str(dtype)[6:]) in done or (args.names and name not in args.names):
             continue
         rows.append(row := model(name, checked) if dtype is None else entry(name, dtype, args.limit, checked))
+        row["commit"] = commit
         good = not row["failures"] and not row["refused"]
         print("ok  " if good else "FAIL", name, row.get("dtype", "model"), row.get("externs") or "-", row["ratio"],
               row["serial"], row["seconds"], *row["failures"], *row["refused"], flush=True)

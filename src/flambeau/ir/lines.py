@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from math import prod
 
 from .expr import Expr, loads, walk
 from .index import ONE, ZERO, Index, Op, Sym, as_index, walks_as_one
@@ -37,11 +38,36 @@ def is_line(address: Index, v: Sym, lanes: int) -> bool:
 
 
 def apart(address: Index, itemsize: int, loops: Collection[Sym], most: int) -> int:
-    """How many bytes, `most` of them at most, each point of these loops touches beside those of the last. Where data or
-    quotients lead, it counts as the next element."""
+    """How many bytes, `most` of them at most, each point of these loops touches beside those of the last. Where nothing
+    but data or quotients lead, it counts as the next element."""
     address = unclamped(address)
-    steps = [ONE if c is None else c for v in loops if (c := address.coefficient(v)) is not ZERO]
+    straight = Index(tuple((m, c) for m, c in address.terms if all(isinstance(a, Sym) for a in m)), 0)
+    found = [(address.coefficient(v), straight.coefficient(v)) for v in loops]
+    steps = [c or ONE if step is None else step for step, c in found if step is not ZERO]
     return min(min((abs(c.const) if c.is_const else most for c in steps), default=0) * itemsize, most)
+
+
+def reached(address: Index, loops: Iterable[Sym], size: Callable[[Sym], int]) -> int:
+    """How many elements these loops reach. Loops whose steps fit into what others cover, as in overlapping windows, add
+    a few."""
+    mine = [v for v in loops if v in address.symbols()]
+    straight = {v: abs(c.const) for v in mine if (c := address.coefficient(v)) is not None and c.is_const and c.const}
+    runs: list[list[int]] = []
+    for v in sorted(straight, key=lambda v: straight[v]):
+        for run in runs:
+            if straight[v] % run[0] == 0 and straight[v] // run[0] <= run[1]:
+                run[1] += (size(v) - 1) * (straight[v] // run[0])
+                break
+        else:
+            runs.append([straight[v], size(v)])
+    return prod(n for _, n in runs) * prod(size(v) for v in mine if v not in straight)
+
+
+def extent(address: Index, loops: Collection[Sym]) -> int | None:
+    """How many elements lie from the first to the last that these loops reach; None if that is not known."""
+    moving = Index(tuple((m, c) for m, c in address.terms if any(a.symbols() & {*loops} for a in m)), 0)
+    lo, hi = moving.bounds()
+    return None if lo is None or hi is None else hi - lo + 1
 
 
 def unclamped(address: Index) -> Index:

@@ -497,6 +497,24 @@ WORK = (Launch, Call, Copy, Fresh)  # steps that use memory
 Step = Work | Record | Wait | Synchronize | Keep
 
 
+def buffers_read(step: Step) -> set[str]:
+    if isinstance(step, Launch):
+        return set(step.args)
+    if isinstance(step, Copy):
+        return {step.dst, step.src.buffer}
+    if isinstance(step, Call):
+        return {v.buffer for v in values_in((step.args, step.kwargs))}
+    return {step.buffer} if isinstance(step, (Keep, Fresh)) else set()
+
+
+def values_in(x: object) -> Iterable[Value]:
+    if isinstance(x, Value):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from values_in(y)
+
+
 @dataclass(frozen=True)
 class Program:
     """Steps in their order, and all that the executor must know to run them. Equal programs do the same.

@@ -26,10 +26,11 @@ from flambeau.ir.program import (
     Synchronize,
     TableKernel,
     Wait,
+    values_in,
 )
 from flambeau.ops.facts import facts
 from flambeau.pipeline import Compiled
-from flambeau.schedule.memory import nbytes, values_in
+from flambeau.schedule.memory import nbytes
 from flambeau.torch_compat.ops import OpOverload
 
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",

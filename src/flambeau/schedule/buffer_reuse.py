@@ -27,10 +27,12 @@ from flambeau.ir.program import (
     LoopKernel,
     ScanKernel,
     TableKernel,
+    buffers_read,
+    values_in,
 )
 
 from .loop_nests import is_empty
-from .memory import ProgramDraft, buffers_read, lifetimes, nbytes, values_in
+from .memory import ProgramDraft, lifetimes, nbytes
 
 HEAVY = 1 << 20  # bytes of a result that is worth it
 

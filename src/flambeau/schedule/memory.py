@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flambeau.ir.index import Index, as_index
-from flambeau.ir.nodes import Graph, Value
-from flambeau.ir.program import AnyKernel, BufferPlan, Call, Copy, Fresh, Keep, Launch, Program, Step
+from flambeau.ir.nodes import Graph
+from flambeau.ir.program import (
+    AnyKernel,
+    BufferPlan,
+    Call,
+    Program,
+    Step,
+    buffers_read,
+    values_in,
+)
 
 ALIGN = 256  # libraries choose their kernels by what they may assume of pointers, up to this much
 
@@ -38,24 +46,6 @@ class ProgramDraft:
 
 def frozen(x: Any) -> Any:
     return tuple(map(frozen, x)) if isinstance(x, (list, tuple)) else x
-
-
-def buffers_read(step: Step) -> set[str]:
-    if isinstance(step, Launch):
-        return set(step.args)
-    if isinstance(step, Copy):
-        return {step.dst, step.src.buffer}
-    if isinstance(step, Call):
-        return {v.buffer for v in values_in((step.args, step.kwargs))}
-    return {step.buffer} if isinstance(step, (Keep, Fresh)) else set()
-
-
-def values_in(x: object) -> Iterable[Value]:
-    if isinstance(x, Value):
-        yield x
-    elif isinstance(x, (list, tuple)):
-        for y in x:
-            yield from values_in(y)
 
 
 def lifetimes(p: Program | ProgramDraft) -> dict[str, tuple[int, int]]:

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flambeau.ir.nodes import Graph, Value
-from flambeau.ir.program import BufferPlan, Call, Copy, Fresh, Program, Record, Step, Wait
+from flambeau.ir.program import BufferPlan, Call, Copy, Fresh, Program, Record, Step, Wait, values_in
 from flambeau.ir.tuning import Tuning
 
-from .memory import ProgramDraft, nbytes, values_in
+from .memory import ProgramDraft, nbytes
 from .order import accesses, check_order, is_single, roots
 from .overlap import cost, results
 from .streams import forked, order_streams, plan_places

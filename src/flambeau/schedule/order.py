@@ -37,9 +37,10 @@ from flambeau.ir.program import (
     Synchronize,
     TableKernel,
     Wait,
+    values_in,
 )
 
-from .memory import ALIGN, ProgramDraft, nbytes, values_in
+from .memory import ALIGN, ProgramDraft, nbytes
 
 Clock = tuple[int, ...]  # of each stream, how many of its steps have run
 

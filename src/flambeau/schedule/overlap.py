@@ -28,10 +28,11 @@ from flambeau.ir.program import (
     Step,
     Synchronize,
     Wait,
+    values_in,
 )
 from flambeau.ir.tuning import Tuning
 
-from .memory import ProgramDraft, nbytes, span, values_in
+from .memory import ProgramDraft, nbytes, span
 from .order import accesses, check_order, count_streams, is_single, roots
 from .streams import plan_overlap
 

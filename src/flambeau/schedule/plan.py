@@ -24,7 +24,18 @@ from flambeau.ir.nodes import (
     contiguous_strides,
     dim_vars,
 )
-from flambeau.ir.program import AnyKernel, AttentionKernel, BufferPlan, Call, Kernel, Launch, LoopKernel, Program, Step
+from flambeau.ir.program import (
+    AnyKernel,
+    AttentionKernel,
+    BufferPlan,
+    Call,
+    Kernel,
+    Launch,
+    LoopKernel,
+    Program,
+    Step,
+    values_in,
+)
 from flambeau.ir.verify import verify
 
 from .attention import shape_attention
@@ -35,7 +46,7 @@ from .fuse import Group, Single, fuse, reads_elsewhere
 from .inline import COMPARED, inline, materialised
 from .layout import settle_layouts
 from .loop_nests import is_empty, shape_group, shape_scan, shape_scatter
-from .memory import ProgramDraft, lifetimes, plan_memory, values_in
+from .memory import ProgramDraft, lifetimes, plan_memory
 from .numerics_policy import apply_policy
 from .order import check_order
 from .rewrites.ordered_scatters import order_scatters

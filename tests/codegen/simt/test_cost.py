@@ -16,9 +16,9 @@ from flambeau.codegen.simt.cost import Cost, costs, program_costs
 from flambeau.codegen.simt.metal import SHAPE, Metal, capabilities
 from flambeau.ir import build
 from flambeau.ir.nodes import Value
-from flambeau.ir.program import Form, Kernel, Launch, TableKernel
+from flambeau.ir.program import Form, Kernel, Launch, LoopKernel, TableKernel
 from flambeau.schedule.plan import schedule
-from targets.metal_costs import MOST, SERIAL, cliffs, models
+from targets.metal_costs import MOST, SERIAL, cliffs, models, programs
 
 MACHINE = capabilities("metal")
 
@@ -132,6 +132,23 @@ def test_products_that_share_lines_move_them_once() -> None:
 def test_a_sum_of_what_lies_two_ways_is_cut_between_lines() -> None:
     every = kernels(lambda x, y: [sums(both_ways(x, y), [0, 1])], (50_000, 1100), (1100, 50_000))
     assert all(cost.ratio <= 1.1 for k in every for cost in costs(k, Metal, SHAPE))
+
+
+def test_all_rows_that_lie_in_each_others_lines_come_side_by_side() -> None:
+    x = torch.empty((4500, 9, 8), device="meta").permute(2, 1, 0)
+    graph = graph_of(lambda v: [build.pointwise(v.shape, lambda i: v.load(i) * 2)], x)
+    kernel, = schedule(graph, MACHINE).kernels
+    assert isinstance(kernel, LoopKernel)
+    points, = costs(replace(kernel, form=Form("points")), Metal, SHAPE)
+    assert points.ratio < 1.1
+
+
+def test_what_a_call_reads_has_to_be_written() -> None:
+    """A kernel that prepares what ATen computes with moves nothing in vain."""
+    x = torch.randn(300, 40)
+    (_, program), = programs("lgamma", lambda compile: compile(lambda x: torch.lgamma(x * 2))(x))
+    (_, cost), = program_costs(program, Metal, SHAPE)
+    assert cost.must == cost.moved >= 2 * 4 * 300 * 40
 
 
 def test_what_a_cache_holds_is_read_once() -> None:

@@ -21,7 +21,7 @@ from math import prod
 
 from flambeau.ir.expr import Expr, conjuncts, loads, walk
 from flambeau.ir.index import ZERO, Dyn, Index, Sym, about, as_index, volume
-from flambeau.ir.lines import unclamped
+from flambeau.ir.lines import extent, reached, unclamped
 from flambeau.ir.program import (
     AttentionKernel,
     ContractKernel,
@@ -32,6 +32,7 @@ from flambeau.ir.program import (
     ScanKernel,
     ScatterKernel,
     TableKernel,
+    buffers_read,
     exprs_of,
     reductions_of,
 )
@@ -84,7 +85,7 @@ class Cost:
 
 def program_costs(program: Program, language: type[SimtDialect], shape: Shape) -> Iterator[tuple[Kernel, Cost]]:
     """Of all launches. What a kernel writes for nobody but itself need not move."""
-    read = Counter(name for step in program.steps for name in set(step.args if isinstance(step, Launch) else ()))
+    read = Counter(name for step in program.steps for name in buffers_read(step))
     for step in program.steps:
         if isinstance(step, Launch) and not isinstance(
                 kernel := program.kernels[step.kernel], (AttentionKernel, TableKernel)):
@@ -121,22 +122,8 @@ class Access:
     def touches(self, loops: Iterable[Sym]) -> int:
         """Bytes of the lines that it touches while these go round and the others stand still."""
         mine = [s for s in loops if s in self.at.symbols()]
-        part = Index(tuple((m, c) for m, c in self.at.terms if any(a.symbols() & set(mine) for a in m)), 0)
-        lo, hi = part.bounds()
-        bytes = self.count(mine) * self.step(mine)
-        return bytes if lo is None or hi is None else max(self.itemsize, min(bytes, (hi - lo + 1) * self.itemsize))
-
-    def count(self, loops: Sequence[Sym]) -> int:
-        """Of elements. Loops whose steps fit into what others cover, as in overlapping windows, only add to it."""
-        runs: list[list[int]] = []
-        for step, s in sorted(((abs(c.const), s) for s in loops if (c := linear(self.at, s))), key=lambda x: x[0]):
-            for run in runs:
-                if step % run[0] == 0 and step // run[0] <= run[1]:
-                    run[1] += (s.size.const - 1) * (step // run[0])
-                    break
-            else:
-                runs.append([step, s.size.const])
-        return prod(n for _, n in runs) * prod(s.size.const for s in loops if not linear(self.at, s))
+        bytes, most = reached(self.at, mine, lambda s: s.size.const) * self.step(mine), extent(self.at, mine)
+        return bytes if most is None else max(self.itemsize, min(bytes, most * self.itemsize))
 
     def step(self, loops: Sequence[Sym]) -> int:
         """Bytes that each of their points touches beside those of the last."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from flambeau.ir.expr import loads
 from flambeau.ir.index import ONE, Index, Sym, ceildiv, maximum, volume
-from flambeau.ir.lines import apart
+from flambeau.ir.lines import apart, extent, reached
 from flambeau.ir.program import ContractKernel, Kernel, LoopKernel, ScanKernel, ScatterKernel
 from flambeau.ir.tuning import POINTS
 
@@ -43,6 +43,13 @@ class Bands:
                f"{group} % {size} / {self.rows}"
 
 
+def touches(k: Kernel, address: Index, itemsize: int, row: set[Sym]) -> int:
+    """Bytes of lines."""
+    points, most = reached(address, row, lambda v: k.about(v.size, 1)), extent(address, row)
+    bytes = points * apart(address, itemsize, row, POINTS.line_bytes)
+    return bytes if most is None else min(bytes, most * itemsize)
+
+
 def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE) -> Bands | None:
     """The bands of a kernel whose groups have so many points of these variables each, or of products, of which each of
     a batch has so many tiles; None if it needs none, or if data say what a point reads."""
@@ -59,7 +66,7 @@ def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE) -> Ban
     found: dict[int, int] = {}  # bytes that are read again, by the number of outer variables
     for n in range(1, len(vars) + product):
         row = {*vars[n:], *inner}
-        touched = {read: k.about(volume(row & read[0].symbols()), 1) * apart(*read, row, line) for read in reads}
+        touched = {read: touches(k, *read, row) for read in reads}
         # Tiles of one product share its factors already, as far as a cache goes: others could only share its lines.
         again = sum(touched[read] for read in touched if product <= apart(*read, {vars[n - 1]}, line) < line)
         every = sum(touched.values())
@@ -69,6 +76,12 @@ def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE) -> Ban
         return None
     n = max(found, key=lambda n: found[n])
     rows = k.about(volume(vars[:n]), 1)
-    beside = -(-rows // -(-rows // POINTS.band_rows))  # so that the last band is about as high as the others
+    # A cache holds what so many groups read. If rows lie in each other's lines, all that fit come side by side. If it
+    # does not even hold what two groups read, they share only what they read at about the same time.
+    fitting = POINTS.row_lines // max(sum(size for _, size in reads) * chunk * k.about(volume(inner), 1), 1)
+    between = any(0 < apart(*read, vars[:n], line) < line for read in reads)
+    most = max(fitting, POINTS.band_rows) if between else POINTS.band_rows
+    most = min(most, fitting) if fitting > 1 else most
+    beside = -(-rows // -(-rows // most))  # so that the last band is about as high as the others
     groups = maximum(ceildiv(volume(vars[n:]), chunk) * tiles, 1)
     return Bands(tuple(vars[:n]), tuple(vars[n:]), beside, chunk, groups)
