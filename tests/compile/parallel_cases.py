@@ -156,6 +156,7 @@ def automatic(device: str, rank: int, world: int) -> None:
 def main(device: str, *names: str) -> None:
     logging.getLogger("flambeau").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1000  # so that small models have several
     if device == "flambeau":
         flambeau.enable_device()
     dist.init_process_group("gloo" if device == "cpu" else device)

@@ -142,9 +142,10 @@ def saved_by(forward: fx.Graph, backward: fx.Graph, results: int, machine: Machi
 
 
 def movable(n: fx.Node) -> bool:
-    """Whether it is memory of the device, of known size, without gaps."""
+    """Whether it is memory of the device, of known size, without gaps. A scalar on the host would be a number, which is
+    read before the copy is over."""
     t = n.meta.get("val")
-    return (isinstance(t, torch.Tensor) and t.layout is torch.strided and t.device.type != "cpu" and size_of(t) >= LEAST
+    return (isinstance(t, torch.Tensor) and t.dim() > 0 and t.layout is torch.strided and t.device.type != "cpu" and size_of(t) >= LEAST
             and torch.ops.aten.is_non_overlapping_and_dense(t))
 
 
