@@ -155,6 +155,17 @@ def test_results_and_inputs_stay() -> None:
     assert steps_of(check(f, matrices())) == (0, 0)
 
 
+def test_a_scalar_stays() -> None:
+    """On the host it would be a number, which is read before the copy is over."""
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        total = (x @ y).tanh().sum()
+        return (total.sin().exp() * torch.tanh(x @ y) @ y).sum()
+
+    graphs = check(f, matrices())
+    sent = [s for g in graphs for s in g.program.steps if isinstance(s, Call) and s.kind == "send"]
+    assert sent and all(v.shape for s in sent for v in s.args)
+
+
 def test_dropout_keeps_its_mask() -> None:
     check(lambda x, y: (F.dropout(x @ y, 0.4) @ y).tanh().sum(), matrices())
 

@@ -1,7 +1,7 @@
 """What a backward needs of its forward: kept on the device, computed again, or sent to the host and fetched.
 
     torch.compile(model, backend="flambeau", options={"offload": "4GiB"})     # so much less at the peak
-    options={"offload": 0.3}                                                  # that part of what the peak is made of
+    options={"offload": 0.3}                                                  # that part of the peak
     options={"offload": "auto"}                                               # what the device's memory is short of
 
 One model of times decides for each saved tensor. To send it costs nothing if the link to the host is free until the
@@ -15,7 +15,7 @@ The cut between forward and backward is made twice: what is computed again chang
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,9 +142,10 @@ def saved_by(forward: fx.Graph, backward: fx.Graph, results: int, machine: Machi
 
 
 def movable(n: fx.Node) -> bool:
-    """Whether it is memory of the device, of known size, without gaps."""
+    """Whether it is memory of the device, of known size, without gaps. A scalar on the host would be a number, which is
+    read before the copy is over."""
     t = n.meta.get("val")
-    return (isinstance(t, torch.Tensor) and t.layout is torch.strided and t.device.type != "cpu" and size_of(t) >= LEAST
+    return (isinstance(t, torch.Tensor) and t.dim() > 0 and t.layout is torch.strided and t.device.type != "cpu" and size_of(t) >= LEAST
             and torch.ops.aten.is_non_overlapping_and_dense(t))
 
 
@@ -170,22 +171,55 @@ def again(n: fx.Node, kept: set[fx.Node], machine: Machine) -> tuple[float, list
 
 def held_by(forward: fx.Graph) -> int:
     """Bytes of its inputs, results and what it saves."""
-    nodes = [*forward.find_nodes(op="placeholder"), *forward.output_node().all_input_nodes]
-    return sum({id(t): size_of(t) for n in nodes for t in flat(base_of(n).meta.get("val"))}.values())
+    return sum(sizes_of(base_of(n) for n in (*forward.find_nodes(op="placeholder"),
+                                             *forward.output_node().all_input_nodes)).values())
 
 
-def wanted_bytes(forward: fx.Graph, given: Offload) -> float:
-    held, wish = held_by(forward), given.wish
-    if wish == "auto":
-        return max(held - MARGIN * given.memory(), 0.0)
-    return held * wish if isinstance(wish, float) else float(bytes_of(wish))
+def sizes_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    return {n: sum(map(size_of, flat(n.meta.get("val")))) for n in nodes}
+
+
+def peak_of(forward: fx.Graph, backward: fx.Graph) -> int:
+    """Bytes at once, if every operator's result lives until its last use; what goes in and comes out stays."""
+    given = {n.name: size for n, size in sizes_of(forward.find_nodes(op="placeholder")).items()}
+    saved = sizes_of(n for n in backward.find_nodes(op="placeholder") if n.name not in given)
+    return sum(given.values()) + max(live(forward, set()), live(backward, saved.keys()))
+
+
+def live(graph: fx.Graph, inputs: Set[fx.Node]) -> int:
+    """The most at once, beside what stays; `inputs` go with their last use."""
+    last: dict[fx.Node, int] = {}
+    nodes = list(graph.nodes)
+    for k, n in enumerate(nodes):
+        for a in n.all_input_nodes:
+            last[base_of(a)] = k
+    makes = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem and not is_view(n)]
+    sizes = sizes_of((*makes, *inputs))
+    ends: dict[int, int] = {}
+    for n, size in sizes.items():
+        k = max([last.get(n, 0), *(last.get(u, 0) for u in n.users if u.target is operator.getitem)])
+        ends[k] = ends.get(k, 0) + size
+    now = most = sum(sizes[n] for n in inputs)
+    for k, n in enumerate(nodes):
+        now += 0 if n in inputs else sizes.get(n, 0)
+        most = max(most, now)
+        now -= ends.get(k, 0)
+    return most
+
+
+def wanted_bytes(forward: fx.Graph, backward: fx.Graph, given: Offload) -> float:
+    wish = given.wish
+    if isinstance(wish, str) and wish != "auto":
+        return float(bytes_of(wish))
+    peak = peak_of(forward, backward)
+    return peak * wish if isinstance(wish, float) else max(peak - MARGIN * given.memory(), 0.0)
 
 
 def choose_again(forward: fx.Graph, backward: fx.Graph, results: int, given: Offload) -> list[str]:
     """The nodes that are computed again: the cheapest, for what the link cannot take while something else runs."""
     found, end = saved_by(forward, backward, results, Machine(given.tuning, given.rate))
     free = beside(sorted(found, key=lambda s: (-s.again / s.bytes, s.made)), end, given)
-    left = wanted_bytes(forward, given) - sum(s.bytes for s in free)
+    left = wanted_bytes(forward, backward, given) - sum(s.bytes for s in free)
     names: dict[str, None] = {}
     for s in sorted(found, key=lambda s: s.again / s.bytes):
         if left <= 0 or s.again > s.bytes / given.rate:
@@ -252,8 +286,8 @@ def keep_elsewhere(joint: fx.GraphModule, cut: Callable[[fx.GraphModule], tuple[
                    results: int, given: Offload) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward of a joint graph, with less memory of the device between them."""
     forward, backward = cut(copied(joint))
-    held, wanted = held_by(forward.graph), wanted_bytes(forward.graph, given)
-    notes = [f"of {mebi(held)} that a forward holds at its end, {mebi(wanted)} are to go"]
+    held, wanted = held_by(forward.graph), wanted_bytes(forward.graph, backward.graph, given)
+    notes = [f"of {mebi(peak_of(forward.graph, backward.graph))} at the peak, {mebi(wanted)} are to go"]
     if names := choose_again(forward.graph, backward.graph, results, given):
         for n in joint.graph.nodes:
             if n.name in names:

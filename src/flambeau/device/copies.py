@@ -155,7 +155,8 @@ class Copies:
             as_marked(staged, target).copy_(source)
         free = non_blocking and (staged is not source or source.is_pinned())
         self.write(target.device.index, target.data_ptr(), staged, wait=not free)
-        if target.dtype in _INDICES and target.numel() <= _FEW:
+        # Pinned memory may be what an earlier copy is still on its way to.
+        if target.dtype in _INDICES and target.numel() <= _FEW and not (free and staged is source):
             least, most = staged.aminmax()
             self.core.know(target._cdata, int(least), int(most))
 

@@ -69,11 +69,13 @@ def measured(plans: tuple[LaunchPlan, LaunchPlan], target: Target, kernels: Mapp
     module = torch.get_device_module(device)
     state = module.get_rng_state(device)
     candidates: dict[int, Callable[[], object]] = {}
+    held: list[list[Any]] = []  # a recording reads its arguments where they were: they have to stay
     groups = [("trial", id(plans), k) for k in range(len(plans))]
     try:
         with torch.no_grad():
             for k, p in enumerate(plans):
                 given = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+                held.append(given)
                 raw = p.raw(kernels)
                 raw(list(given))  # libraries choose their kernels
                 made = None if recorder is None else recorder.record(raw, given, groups[k])

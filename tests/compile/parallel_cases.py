@@ -1,0 +1,173 @@
+"""What test_parallel.py starts by torchrun: models on several processes give under compile what they give without.
+
+    torchrun --nproc-per-node=4 tests/compile/parallel_cases.py cpu ddp fsdp tensor_parallel
+    torchrun --nproc-per-node=2 tests/compile/parallel_cases.py flambeau loader ddp fsdp tensor_parallel offloaded
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import flambeau
+from flambeau.compile import offload
+
+DIM, BATCH, STEPS = 16, 8, 3
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Layer() for _ in range(3)), nn.Linear(DIM, 4))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, DIM, generator=generator), torch.randint(4, (BATCH,), generator=generator)
+
+
+def batches(device: str, rank: int, world: int) -> Iterator[tuple[Tensor, ...]]:
+    for step in range(STEPS):
+        yield tuple(t.chunk(world)[rank].to(device) for t in batch(step))
+
+
+def trained(model: nn.Module, data: Iterator[tuple[Tensor, ...]], run: Callable[..., Tensor] | None = None
+            ) -> list[float]:
+    """The losses of some steps."""
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x, y in data:
+        optimiser.zero_grad()
+        loss = F.cross_entropy((model if run is None else run)(x), y)
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss))
+    return losses
+
+
+def whole(p: Tensor) -> Tensor:
+    found: Tensor = p.full_tensor() if hasattr(p, "full_tensor") else p  # type: ignore[operator]
+    return found.detach().cpu()
+
+
+def compare(device: str, rank: int, world: int, spread: Callable[[nn.Module], nn.Module], parts: bool = True,
+            **options: Any) -> None:
+    """Losses and parameters: compiled beside eager in the same processes, and beside the CPU by itself."""
+    found = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        model = spread(network().to(device))
+        run = torch.compile(model, backend="flambeau", options=options) if compiled else None
+        data = batches(device, rank, world) if parts else batches(device, 0, 1)
+        found.append((trained(model, data, run), [whole(p) for p in model.parameters()]))
+    alone = network()
+    trained(alone, batches("cpu", 0, 1))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1][1], [p.detach() for p in alone.parameters()], rtol=1e-4, atol=1e-5)
+
+
+def ddp(device: str, rank: int, world: int) -> None:
+    for cap in (25, 0.002):  # one bucket, and several: Dynamo cuts the graph between them
+        compare(device, rank, world, partial(DistributedDataParallel, bucket_cap_mb=cap))
+
+
+def fsdp(device: str, rank: int, world: int) -> None:
+    mesh = dist.device_mesh.init_device_mesh(device, (world,))
+
+    def spread(model: nn.Module) -> nn.Module:
+        for layer in model:  # type: ignore[attr-defined]
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    compare(device, rank, world, spread)
+
+
+def tensor_parallel(device: str, rank: int, world: int) -> None:
+    mesh = dist.device_mesh.init_device_mesh(device, (world,))
+
+    def spread(model: nn.Module) -> nn.Module:
+        for layer in model[:-1]:  # type: ignore[index]
+            parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model
+
+    compare(device, rank, world, spread, parts=False)
+
+
+def loader(device: str, rank: int, world: int) -> None:
+    """Batches are copied on a side stream, one ahead of the step that uses them."""
+    side, late = torch.Stream(device=device), torch.randn(384, 384, device=device)
+
+    def ahead() -> Iterator[tuple[Tensor, ...]]:
+        here = torch.accelerator.current_stream()
+        coming: tuple[Tensor, ...] | None = None
+        for step in range(STEPS + 1):
+            ready = coming
+            if ready is not None:
+                here.wait_stream(side)
+                for t in ready:
+                    t.record_stream(here)
+            if step < STEPS:
+                with side:
+                    for _ in range(4):  # the copies are late
+                        late.copy_(late @ late * 1e-3)
+                    coming = tuple(t.to(device, non_blocking=True) for t in batch(step))
+            if ready is not None:
+                yield ready
+
+    for options in ({}, {"streams": "auto"}, {"offload": 0.5}):
+        model, alone = network().to(device), network()
+        run = torch.compile(model, backend="flambeau", options=options)
+        losses = trained(model, ahead(), run), trained(alone, batches("cpu", 0, 1))
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        torch.compiler.reset()
+
+
+def offloaded(device: str, rank: int, world: int) -> None:
+    """What is saved goes to the host, in every bucket of DDP and every part of FSDP2."""
+    offload.LEAST = 1
+    compare(device, rank, world, lambda model: DistributedDataParallel(model, bucket_cap_mb=0.002), offload=0.5)
+    mesh = dist.device_mesh.init_device_mesh(device, (world,))
+    compare(device, rank, world, lambda model: fully_shard(model, mesh=mesh), offload=0.5)
+
+
+def automatic(device: str, rank: int, world: int) -> None:
+    compare(device, rank, world, DistributedDataParallel, streams="auto")
+
+
+def main(device: str, *names: str) -> None:
+    logging.getLogger("flambeau").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1000  # so that small models have several
+    if device == "flambeau":
+        flambeau.enable_device()
+    dist.init_process_group("gloo" if device == "cpu" else device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name in names:
+        globals()[name](device, rank, world)
+        dist.barrier()
+        if rank == 0:
+            print(f"{name} done", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
