@@ -132,11 +132,14 @@ def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning, alone: dict[Sym, 
     """What lies farthest apart is cut first: pieces are stretches of memory. `alone`: what is cut already."""
     cuts = dict(alone)
     at, main = places(graph, n), main_places(graph, n)  # a number for each row does not make rows of columns
+    lines = [v for v in n.reduced if any(i.coefficient(v) is ONE for i in main)]
     for v in sorted(n.reduced, key=lambda v: -max((distance(i.coefficient(v), graph.typical) for i in at), default=0)):
         pieces = min(wanted, about(v.size, graph.typical, 0))
+        if len(lines) > 1 and v in lines:  # what others read across is a line here: pieces of it stay lines
+            pieces = min(pieces, -(-about(v.size, graph.typical, 0) // t.split_even))
         if v not in alone and pieces >= (t.split_more if len(cuts) > len(alone) else 2):
             length = ONE if pieces == about(v.size, graph.typical, 0) else ceildiv(v.size, pieces)
-            if about(length, graph.typical, 0) > t.split_even and any(i.coefficient(v) is ONE for i in main):
+            if about(length, graph.typical, 0) > t.split_even and v in lines:
                 length = as_index(t.even(length.const)) if length.is_const else \
                     ceildiv(length, t.split_even) * t.split_even
             cuts[v] = (ceildiv(v.size, length) if v.size.is_const or length is ONE else as_index(pieces), length)
