@@ -237,7 +237,7 @@ def _extremum(name: str, x: Value, dim: Any = (), keepdim: bool = False) -> Valu
 
 
 def index_dtype(sizes: Iterable[Index]) -> torch.dtype:
-    """Of an index among so many elements: half as wide where it fits, as it is compared and moved with every element."""
+    """Of an index among so many elements: half as wide where it fits, since it is compared with every element."""
     points = product(sizes)
     return torch.int32 if points.is_const and points.const < 1 << 30 else torch.int64
 
