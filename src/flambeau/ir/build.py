@@ -243,7 +243,7 @@ def simple_combine(name: str, dtype: DType) -> Combine:
 
 
 @cache
-def arg_combine(name: str, dtype: DType) -> Combine:
+def arg_combine(name: str, dtype: DType, index: DType = torch.int64) -> Combine:
     """min or max with its index; NaN wins; on ties the first index."""
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -252,13 +252,13 @@ def arg_combine(name: str, dtype: DType) -> Combine:
         equal = binary("eq", av, bv)
         if is_float(dtype):
             a_nan, b_nan = unary("isnan", av), unary("isnan", bv)
-            better = (better | b_nan) & ~a_nan
+            better = ~(av >= bv if name == "max" else av <= bv) & ~a_nan  # a comparison with NaN does not hold
             equal = equal | (a_nan & b_nan)
         take = better | (equal & (bi < ai))
         return where(take, bv, av), where(take, bi, ai)
 
     start = lowest(dtype) if name == "max" else highest(dtype)
     # An index past every real one: the identity never wins a tie against an element.
-    return make_combine(f"arg{name}", (dtype, torch.int64), (start, 2**62), fn)
+    return make_combine(f"arg{name}", (dtype, index), (start, torch.iinfo(index).max // 2), fn)
 
 

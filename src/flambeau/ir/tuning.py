@@ -213,6 +213,8 @@ class BlockTuning(Tuning):
     split_row: int = number(1024, "elements", "of a piece of a row: with longer ones few programs are under way")
     thread: int = number(16, "elements", "of a thread that reduces: what it joins itself, it need not send to others")
     thread_few: int = number(8, "elements", "of one where there are few programs: more threads have more under way")
+    held_values: int = number(48, "values", "that a thread reads and writes where it reduces: with more, its registers "
+                                            "leave too few threads to a processor")
     access: int = number(4, "elements", "of an access of 16 bytes, of the widest dtype that is common")
     access_most: int = number(16, "elements", "of an access of 16 bytes, of the narrowest dtype")
     # ---- maps

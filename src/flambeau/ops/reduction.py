@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from typing import Any
@@ -236,12 +236,19 @@ def _extremum(name: str, x: Value, dim: Any = (), keepdim: bool = False) -> Valu
     return finish(best, x.dtype, axes, keepdim)
 
 
+def index_dtype(sizes: Iterable[Index]) -> torch.dtype:
+    """Of an index among so many elements: half as wide where it fits, since it is compared with every element."""
+    points = product(sizes)
+    return torch.int32 if points.is_const and points.const < 1 << 30 else torch.int64
+
+
 def _extremum_at(name: str, x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
     """The extremum along one dimension and its first index; the first NaN wins."""
     wide = opmath(x.dtype)
     axes = wrap_dims(dim, x.rank)
-    best, at = build.reduce(x.shape, axes, arg_combine(name, wide),
-                            lambda i: (cast(x.load(i), wide), index_value(i[axes[0]] if axes else 0)))
+    kind = index_dtype(x.shape[d] for d in axes)
+    best, at = build.reduce(x.shape, axes, arg_combine(name, wide, kind), lambda i: (
+        cast(x.load(i), wide), cast(index_value(i[axes[0]] if axes else 0), kind)))
     return finish(best, x.dtype, axes, keepdim), finish(at, torch.int64, axes, keepdim)
 
 
@@ -250,13 +257,13 @@ def _arg(name: str, x: Value, dim: int | None = None, keepdim: bool = False) -> 
         return _extremum_at(name, x, dim, keepdim)[1]
     wide = opmath(x.dtype)
     axes = range(x.rank)
-    strides = contiguous_strides(x.shape)
+    strides, kind = contiguous_strides(x.shape), index_dtype(x.shape)
 
     def element(i: tuple[Index, ...]) -> tuple[Expr, Expr]:
         flat = sum((k * s for k, s in zip(i, strides)), ZERO)
-        return cast(x.load(i), wide), index_value(flat)
+        return cast(x.load(i), wide), cast(index_value(flat), kind)
 
-    return finish(build.reduce(x.shape, axes, arg_combine(name, wide), element)[1], torch.int64, axes, keepdim)
+    return finish(build.reduce(x.shape, axes, arg_combine(name, wide, kind), element)[1], torch.int64, axes, keepdim)
 
 
 for _name in ("max", "min"):

@@ -153,12 +153,40 @@ def block_loops(k: LoopKernel, t: BlockTuning) -> Form:
     width = 1 if k.vector in k.inner else t.few_columns if few else t.columns
     if k.bounds is not None:
         return Form("segments", width)
+    if k.vector in k.inner:
+        width = rows_beside(k, t)
     if k.vector in k.outer and length.is_const and (k.scratch or k.reads_again()):
         read = {e.attr[0] for e in loads(*k.everything())}
         held = held_columns(length.const, [p.dtype.itemsize for p in k.params if p.name in read], t)
         return Form("whole rows", held) if held else Form("rows in pieces", width)
     most = t.row if k.vector in k.inner else t.column_rows
+    if k.vector in k.inner and not (k.scratch or k.reads_again()):  # nothing is held for a later stage
+        most //= max(1, sum(not e.symbols().isdisjoint(k.inner) for e in loads(*k.everything())))
+        if is_crossed(k):  # pieces are tiles of lines, which are lines the other way as well
+            return Form("rows in pieces", width)
     return Form("whole rows" if length.is_const and length.const <= most else "rows in pieces", width)
+
+
+def is_crossed(k: LoopKernel) -> bool:
+    """Whether some of what is reduced lies along another variable of a row than the rest."""
+    return any(at.coefficient(v) is ONE for _, at in k.accesses() if k.vector in at.symbols()
+               for v in k.inner if v is not k.vector)
+
+
+def rows_beside(k: LoopKernel, t: BlockTuning) -> int:
+    """How many rows one program has side by side: where something lies across them, as many as fill sectors of it, as
+    long as a tile has room for them and there are programs enough."""
+    across = k.across_rows()
+    if not across:
+        return 1
+    length = k.about(volume(k.inner), t.row + 1)
+    width = 2 * t.sector // min(p.dtype.itemsize for p in k.params if p.name in across)
+    if length <= t.row:
+        width = min(width, t.row >> (length - 1).bit_length())
+    rows = k.about(volume(k.outer), width * t.processors)
+    while width > 1 and rows < width * t.processors:
+        width //= 2
+    return width
 
 
 def held_columns(length: int, read: Sequence[int], t: Tuning) -> int:

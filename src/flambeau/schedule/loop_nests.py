@@ -374,6 +374,15 @@ def mergeable(a: Sym, b: Sym, d: NestDraft) -> bool:
     return all(walks_as_one(i, a, b) for i in d.indices())
 
 
+def merged_size(v: Sym, vars: Sequence[Sym], d: NestDraft) -> Index:
+    """The extent of a variable with those before it that are going to be one with it."""
+    size, at = v.size, vars.index(v)
+    while at and mergeable(vars[at - 1], vars[at], d):
+        at -= 1
+        size = size * vars[at].size
+    return size
+
+
 def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning) -> Sym | None:
     """A second variable that is contiguous where the vector variable jumps: a transposition."""
     if vector is None:
@@ -389,7 +398,8 @@ def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning
             continue
         for v in vars:
             if v is not vector and address.coefficient(v) is ONE \
-                    and d.about(v.size, t.vector_least) >= t.vector_least and not (short and not flat(d, v, vector)):
+                    and d.about(merged_size(v, vars, d), t.vector_least) >= t.vector_least \
+                    and not (short and not flat(d, v, vector)):
                 votes[v] = votes.get(v, 0) + 1
     return max(votes, key=lambda v: votes[v]) if votes else None
 

@@ -12,6 +12,7 @@ from itertools import permutations
 from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.expr import index_value, loads, masked, walk, where
 from flambeau.ir.index import ONE, ZERO, Index, Sym, about, as_index, ceildiv, flat, unflat, volume, walks_as_one
+from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import (
     Contract,
     Graph,
@@ -30,6 +31,8 @@ from flambeau.ir.tuning import Tuning
 from .forms import held_columns
 from .loop_nests import FLOAT, distance
 from .rewrites.one_pass import sum_of, with_sum_below
+
+WIDE = 4  # elements of an access that is worth its alignment
 
 
 def split_reductions(graph: Graph, caps: Capabilities) -> None:
@@ -109,11 +112,12 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
         return [n]
     programs = results if rows and not across else -(-results // t.split_columns)
     least = t.split_row if rows and not across else t.split_piece // t.split_columns
-    if not 0 < programs * (4 if rows and not across else 2) <= caps.programs or points < 4 * least:
+    halves = 1 if rows else halves_apart(graph, n)
+    if not 0 < programs * (4 if rows and not across else 2) <= caps.programs * halves or points < 4 * least:
         return [n]
     # Rows that are written across would be few columns of one kernel: they are reduced and then, in tiles, written.
     wanted = max(2, min(caps.programs // results, points // t.split_piece)) if across else \
-        min(caps.programs // programs, points // least)
+        min(caps.programs * halves // programs, points // least)
     alone: dict[Sym, Cut] = {} if short is None else {short: (short.size, ONE)}
     cuts = pieces_of(graph, n, wanted, t, alone)
     fixed = all(v.size.is_const for v in n.vars)
@@ -133,6 +137,7 @@ def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning, alone: dict[Sym, 
     pieces are no shorter than lines. `alone`: what is cut already."""
     cuts = dict(alone)
     at, main = places(graph, n), main_places(graph, n)  # a number for each row does not make rows of columns
+    lines = [v for v in n.reduced if any(i.coefficient(v) is ONE for i in main)]
     whole = [i for i in at if all(i.coefficient(v) is not ZERO for v in n.reduced if v.size is not ONE)]
 
     def order(v: Sym) -> tuple[bool, int]:
@@ -142,9 +147,11 @@ def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning, alone: dict[Sym, 
 
     for v in sorted(n.reduced, key=order):
         pieces = min(wanted, about(v.size, graph.typical, 0))
+        if len(lines) > 1 and v in lines:  # what others read across is a line here: pieces of it stay lines
+            pieces = min(pieces, -(-about(v.size, graph.typical, 0) // t.split_even))
         if v not in alone and pieces >= (t.split_more if len(cuts) > len(alone) else 2):
             length = ONE if pieces == about(v.size, graph.typical, 0) else ceildiv(v.size, pieces)
-            if about(length, graph.typical, 0) > t.split_even and any(i.coefficient(v) is ONE for i in main):
+            if about(length, graph.typical, 0) > t.split_even and v in lines:
                 length = as_index(t.even(length.const)) if length.is_const else \
                     ceildiv(length, t.split_even) * t.split_even
             cuts[v] = (ceildiv(v.size, length) if v.size.is_const or length is ONE else as_index(pieces), length)
@@ -247,12 +254,20 @@ def first_step(place: Index, v: Sym, vars: Sequence[Sym], typical: Mapping[Sym, 
 def short_line(graph: Graph, n: Reduce, t: Tuning) -> Sym | None:
     """A reduced variable that is the short end of lines which go on along one that is kept, as the channels of one
     group do beside those of the next."""
-    at = main_places(graph, n)
+    at, itemsize = main_places(graph, n), max((e.dtype.itemsize for e in loads(*n.inputs)), default=1)
     for v in n.reduced:
-        if v.size.is_const and 1 < v.size.const < t.vector_least and at and all(
+        short = v.size.is_const and (v.size.const < t.vector_least or v.size.const * itemsize < t.line_bytes)
+        if short and v.size is not ONE and at and all(
                 i.coefficient(v) is ONE and any(i.coefficient(w) is v.size for w in n.kept) for i in at):
             return v
     return None
+
+
+def halves_apart(graph: Graph, n: Reduce) -> int:
+    """How many times as many programs keep memory busy where columns are read one by one, as rows of odd lengths are:
+    halves have half as much on its way."""
+    wide = all(any(is_line(at, v, WIDE) for v in n.kept) for at in main_places(graph, n))
+    return 1 if wide else max(1, 4 // max((e.dtype.itemsize for e in loads(*n.inputs)), default=4))
 
 
 def is_staged(graph: Graph, n: Reduce) -> bool:

@@ -95,3 +95,28 @@ def test_quotients_of_products_beyond_32_bits(target: str) -> None:
         run(x).square().sum().backward()
         grads.append(x.grad)
     torch.testing.assert_close(grads[1], grads[0], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3, 40, 17), 1), ((5, 13), 1), ((700, 5), 0), ((2, 2500), 1)])
+def test_first_of_equal_extrema_and_of_nan(shape: tuple[int, ...], dim: int) -> None:
+    """Also where nothing is larger than what a reduction starts from."""
+    draw = torch.Generator().manual_seed(sum(shape))
+    x = torch.randint(-3, 4, shape, generator=draw).float()
+    x[torch.rand(shape, generator=draw) < 0.3] = -torch.inf
+    some = torch.where(torch.rand(shape, generator=draw) < 0.02, torch.nan, x)
+    for t in (x, some, torch.full(shape, -torch.inf), torch.full(shape, torch.nan)):
+        want, got = both(lambda t: (t.argmax(dim), (-t).argmin(dim), *t.max(dim), t.argmax()), t)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(137, 301), (7, 2051), (300, 3)])
+def test_sums_over_what_lies_two_ways(shape: tuple[int, int]) -> None:
+    x, y = torch.randn(shape[::-1]).t(), torch.randn(shape)
+    want, got = both(lambda x, y: F.huber_loss(x, y.sigmoid()), x.double(), y.double())
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("length", [5, 569, 1030])
+def test_rows_that_are_read_across(length: int) -> None:
+    want, got = both(lambda x: F.layer_norm(x, (length,)), torch.randn(length, 2113, dtype=torch.float64).t())
+    torch.testing.assert_close(got, want)

@@ -296,10 +296,11 @@ class BlockWriter(Writer):
         return names
 
     def reduced(self, c: Combine, values: Sequence[str], *axes: int) -> list[str]:
-        """Along these axes, the last of them first; a number where the tile has no others."""
+        """Along these axes, the first of them first: a thread has most of its elements along that, and lanes lie along
+        the last. A number where the tile has no others."""
         keep = ", keep_dims=True" if len(self.blocks) > len(axes) else ""
-        for axis in sorted(axes, reverse=True):
-            values = self.over("tl.reduce", c, values, axis, keep)
+        for gone, axis in enumerate(sorted(axes)):
+            values = self.over("tl.reduce", c, values, axis if keep else axis - gone, keep)
         return list(values)
 
     def over(self, function: str, c: Combine, values: Sequence[str], axis: int, options: str = "") -> list[str]:

@@ -35,7 +35,8 @@ def stages_for(k: AnySize, exprs: Iterable[Expr], blocks: Sequence[int], scale: 
     line's elements at once: such tiles go to registers. So do all, where the programs of a processor have enough on its
     way even if each waits for what it reads."""
     reads = {e for e in walk(*exprs) if e.op == "load"}
-    sizes = {s: as_index(n) for s, n in k.typical}
+    # Of a size of the run a compiler only knows whether it is a multiple of 16.
+    sizes = {s: as_index(n if n % BLOCKS.access_most == 0 else 1) for s, n in k.typical}
     wide = line is not None and all(is_line(e.attr[1][0].subs(sizes), line, BLOCKS.access) for e in reads
                                     if line in e.symbols())
     if len(blocks) > 1 and not wide:
@@ -125,7 +126,10 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.whole_row()
         else:
             self.all_stages()
-        return PartDraft(self, grid, warps_for(self.elements(), self.programs))
+        inner = frozenset(k.inner)
+        values = sum(not inner.isdisjoint(at.symbols()) and not {*k.outer}.isdisjoint(at.symbols())
+                     for _, at in dict.fromkeys(k.accesses()))
+        return PartDraft(self, grid, warps_for(self.elements(), self.programs, values))
 
     # ---- the tile --------------------------------------------------------------------------------------
 
@@ -475,9 +479,11 @@ def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:
     return k, {}
 
 
-def warps_for(elements: int, programs: int = BLOCKS.enough_programs) -> int:
-    """For a program that reduces so many elements, one of so many."""
+def warps_for(elements: int, programs: int = BLOCKS.enough_programs, values: int = 1) -> int:
+    """For a program that reduces so many elements, one of so many; `values`: what it reads and writes of each."""
     each = BLOCKS.thread if programs >= BLOCKS.enough_programs else BLOCKS.thread_few
+    while each > BLOCKS.access and each * values > BLOCKS.held_values:
+        each //= 2
     return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
 
 

@@ -65,15 +65,13 @@ class ScanBlocks(BlockWriter):
         self.row: int = len(blocks)
         return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
 
-    def warps(self, elements: int, alone: bool) -> int:
-        """What a thread scans by itself costs least, as far as its registers hold it; with the state of others to
-        look at they hold less."""
+    def warps(self, elements: int) -> int:
+        """What a thread scans by itself costs least, as far as its registers hold it."""
         k = self.k
         if self.apart:  # more threads have more accesses on their way
             each = BLOCKS.scan_thread_apart if k.form.name == "rows" else BLOCKS.scan_thread_column
             return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
-        small = all(d.itemsize <= 4 for d in k.combine.dtypes)
-        each = BLOCKS.scan_thread if small and (alone or len(k.combine.left) == 1) else BLOCKS.scan_thread // 2
+        each = BLOCKS.scan_thread // power(sum(-(-d.itemsize // 4) for d in k.combine.dtypes))
         return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
 
     def is_apart(self, rows: bool) -> bool:
@@ -223,7 +221,7 @@ class ScanBlocks(BlockWriter):
                 totals = self.totals(scanned, "first")
                 self.put_after(carry, scanned)
                 self.assign(carry, self.combined(self.k.combine, carry, totals))
-        return PartDraft(self, grid, self.warps(math.prod(self.blocks), True))
+        return PartDraft(self, grid, self.warps(math.prod(self.blocks)))
 
     def place(self, step: str, count: str) -> str:
         return f"({count} - 1 - {step})" if self.k.reverse else step
@@ -257,7 +255,7 @@ class ScanBlocks(BlockWriter):
         self.put_after(before, scanned)
         strips = " * ".join(count_text(n, b, self.host) for n, b in sizes) or "1"
         total = f"{strips} * {count_text(self.length, size, self.host)}"
-        return PartDraft(self, total, self.warps(size * lanes, False), f"32 + {total} * {8 * lanes * state.count}")
+        return PartDraft(self, total, self.warps(size * lanes), f"32 + {total} * {8 * lanes * state.count}")
 
     def side(self) -> str:
         """The position of each row of the tile among the tile's rows."""

@@ -66,7 +66,7 @@ class ScatterBlocks(BlockWriter):
             self.write(k.address.subs(point), k.value.subs(point), k.mode, mask)
         elements = math.prod(self.blocks)
         warp = BLOCKS.warp if anywhere else BLOCKS.tapped_warp
-        return PartDraft(self, grid, max(1, elements // warp) if anywhere or taps else warps_for(elements))
+        return PartDraft(self, grid, max(1, elements // warp) if anywhere or taps else warps_for(elements, 0))
 
     def write(self, address: Index, value: Expr, mode: str, mask: Expr | None) -> None:
         full, text = self.full(), self.value(value)
