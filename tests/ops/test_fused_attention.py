@@ -109,6 +109,22 @@ def test_heads_across_memory_and_expanded() -> None:
     check(q, k, v)
 
 
+def test_heads_of_one_number() -> None:
+    """Expanded along the head, which has fewer elements than a tile."""
+    q, k = (leaf(torch.randn(1, 2, n, 1).expand(1, 2, n, 5)) for n in (20, 30))
+    check(q, k, leaf(torch.randn(1, 2, 30, 1).expand(1, 2, 30, 5)))
+
+
+def test_infinity_in_what_is_expanded() -> None:
+    """Beyond the last column there is nothing: not zero times infinity."""
+    q, k, v = torch.randn(1, 1, 20, 16), torch.randn(1, 1, 30, 16), torch.randn(1, 1, 1, 16)
+    v[..., 3] = torch.inf
+    v = v.expand(1, 1, 30, 16)
+    got = compiled()(q, k, v)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v))
+    assert got[..., 3].isposinf().all()
+
+
 def test_three_dimensions() -> None:
     q, k, v = (torch.randn(2, 20, 16) for _ in range(3))
     got = torch.compile(F.scaled_dot_product_attention, backend="flambeau")(q, k, v)
