@@ -20,7 +20,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, score
     s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     s = s if score is None else score(s)
     s = s if mask is None else s.masked_fill(~mask, -torch.inf)
-    return torch.softmax(s, -1).nan_to_num(0) @ v
+    hidden = (s == -torch.inf).all(-1, keepdim=True)  # no logarithm is taken there, so their gradients are zero
+    return torch.softmax(s.masked_fill(hidden, 0), -1).masked_fill(hidden, 0) @ v
 
 
 def trained(f: Callable[..., Tensor], leaves: Sequence[Tensor], given: Sequence[Any] = (), grad: Tensor | None = None

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flambeau.compile import partition
 from flambeau.compile.partition import merge_equal
 from flambeau.config import config
+from flambeau.ops import attention_calls
 
 
 def calls(f: Callable[..., Any], *inputs: Tensor) -> list[str]:
@@ -119,3 +120,24 @@ def test_gates_are_computed_again(f: Callable[..., Any], saved: list[Any]) -> No
         got = torch.autograd.grad(torch.compile(f, backend="flambeau")(*leaves).square().sum(), leaves)
     torch.testing.assert_close(got, torch.autograd.grad(f(*leaves).square().sum(), leaves))
     assert not saved
+
+
+@pytest.mark.parametrize(("made", "kept"), [
+    (lambda rows, full: (rows[:, None] - torch.arange(12)).abs() < 3, 0),
+    (lambda rows, full: (rows[:, None] == rows).expand(2, 1, 12, 12), 0),
+    (lambda rows, full: full > 0.5, 1),  # as large as what it is made of, or larger
+    (lambda rows, full: torch.rand(12, 12) > 0.2, 1),  # drawn once
+], ids=["window", "documents", "of a matrix", "random"])
+def test_masks_of_smaller_tensors_are_not_kept(made: Callable[[Tensor, Tensor], Tensor], kept: int, saved: list[Any],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_calls, "FUSED_ON", ("cpu",))
+    monkeypatch.setattr(attention_calls, "is_taken", lambda asked: False)
+    torch._dynamo.reset()
+
+    def f(q: Tensor, rows: Tensor, full: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, made(rows, full))
+
+    q = torch.randn(2, 1, 12, 4, requires_grad=True)
+    with config.override(graph_cache=False):
+        torch.compile(f, backend="flambeau")(q, torch.arange(12) // 5, torch.rand(12, 12)).sum().backward()
+    assert len([n for n in saved if n.meta["val"].dtype is torch.bool]) == kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'flam
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attended import hold, in_double, leaf, reference, trained
 from flambeau import pipeline
@@ -107,6 +109,22 @@ def test_heads_across_memory_and_expanded() -> None:
     k = leaf(torch.randn(2, 1, 50, 16).expand(2, 2, 50, 16))
     v = leaf(torch.randn(2, 2, 1, 16).expand(2, 2, 50, 16))
     check(q, k, v)
+
+
+def test_heads_of_one_number() -> None:
+    """Expanded along the head, which has fewer elements than a tile."""
+    q, k = (leaf(torch.randn(1, 2, n, 1).expand(1, 2, n, 5)) for n in (20, 30))
+    check(q, k, leaf(torch.randn(1, 2, 30, 1).expand(1, 2, 30, 5)))
+
+
+def test_infinity_in_what_is_expanded() -> None:
+    """Beyond the last column there is nothing: not zero times infinity."""
+    q, k, v = torch.randn(1, 1, 20, 16), torch.randn(1, 1, 30, 16), torch.randn(1, 1, 1, 16)
+    v[..., 3] = torch.inf
+    v = v.expand(1, 1, 30, 16)
+    got = compiled()(q, k, v)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v))
+    assert got[..., 3].isposinf().all()
 
 
 def test_three_dimensions() -> None:
@@ -228,9 +246,24 @@ def test_not_a_number_spreads() -> None:
 
 def test_what_eager_refuses() -> None:
     q, k, v = (heads(1, 2, 20, 16) for _ in range(3))
-    for bad in (lambda: compiled()(q, k[..., :8], v), lambda: compiled(is_causal=True)(q, k, v, some(20, 20))):
-        with pytest.raises((RuntimeError, torch._dynamo.exc.TorchRuntimeError)):
-            bad()
+    calls: list[tuple[list[Tensor], dict[str, Any]]] = [
+        ([q, k[..., :8], v], {}), ([q, k, v[:, :, :7]], {}), ([q, k.half(), v], {}),
+        ([q, k, v, some(20, 7)], {}), ([q, k, v, some(20, 20)], {"is_causal": True})]
+    # The CPU's own kernel takes some of these; where no library's kernel does, as on GPUs, eager refuses all of them.
+    with sdpa_kernel(SDPBackend.MATH):
+        for given, how in calls:
+            for f in (partial(F.scaled_dot_product_attention, **how), compiled(**how)):
+                torch._dynamo.reset()
+                with pytest.raises((RuntimeError, torch._dynamo.exc.TorchRuntimeError)):
+                    f(*given)
+
+
+def test_a_mask_beside_a_causal_one_is_eagers() -> None:
+    """The CPU's own kernel computes both."""
+    q, k, v = (heads(1, 2, 20, 16) for _ in range(3))
+    for mask in (some(20, 20), torch.randn(20, 20)):
+        torch.testing.assert_close(compiled(is_causal=True)(q, k, v, mask),
+                                   F.scaled_dot_product_attention(q, k, v, mask, is_causal=True))
 
 
 @pytest.mark.parametrize("target", ["cpu", "opencl"])

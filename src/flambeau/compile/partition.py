@@ -25,7 +25,7 @@ from flambeau.torch_compat.ops import OpOverload
 from flambeau.torch_compat.patches import CUT
 
 from .offload import Offload, keep_elsewhere
-from .padded_products import call, pad_products
+from .padded_products import call, pad_products, size_of
 from .user_streams import save_streams
 
 
@@ -41,6 +41,7 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, exact: bo
     keep_less(joint.graph)
     keep_compared(joint.graph)
     copy_again(joint.graph)
+    compute_again(joint.graph)
     settle_strides(joint.graph, names_only=not settle or share_memory(joint.graph), hold=settle)
     pad_products(joint.graph, tuning)
     results = kwargs["num_fwd_outputs"]
@@ -112,6 +113,38 @@ def copy_again(graph: fx.Graph) -> None:
         x = n.args[0]
         if isinstance(x, fx.Node) and x.op == "placeholder" and "memory_format" in n.kwargs and not must_save(n):
             n.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compute_again(graph: fx.Graph) -> None:
+    """An argument that a kernel of the backward computes by itself (`Facts.computes`) is not kept, if maps make it of
+    smaller tensors: so a mask of rows and columns is no memory."""
+    for n in graph.nodes:
+        place = facts(n.target).computes if n.op == "call_function" else None
+        given = None if place is None else n.args[place]
+        if not isinstance(given, fx.Node):
+            continue
+        way, ends, todo = dict[fx.Node, None](), dict[fx.Node, None](), [given]
+        while todo:
+            x = todo.pop()
+            if x in way or x in ends:
+                continue
+            if is_map(x):
+                way[x] = None
+                todo += x.all_input_nodes
+            else:
+                ends[x] = None
+        tensors = [x for x in ends if isinstance(x.meta.get("val"), torch.Tensor)]
+        if sum(map(size_of, tensors)) < size_of(given):
+            for x in way:
+                x.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_map(n: fx.Node) -> bool:
+    """Whether each element of its result is made of one of each argument, or of none; and it may be made again."""
+    op = n.target
+    if not isinstance(op, OpOverload) or must_save(n) or facts(op).random or op._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in op.tags or facts(op).view or facts(op).is_map or not n.all_input_nodes
 
 
 def must_save(n: fx.Node) -> bool:

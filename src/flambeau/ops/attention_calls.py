@@ -187,7 +187,7 @@ def attention(q: Value, k: Value, v: Value, mask: Value | None, seed: Value | No
     return attended(call_of(q, k, v, mask, is_causal, scale, seed, dropout))[:2]
 
 
-@lower(torch.ops.flambeau.attention_backward.default)
+@lower(torch.ops.flambeau.attention_backward.default, computes=4)
 def attention_backward(grad: Value, q: Value, k: Value, v: Value, mask: Value | None, seed: Value | None, out: Value,
                        logs: Value, dropout: float, is_causal: bool, scale: float | None, of_mask: bool) -> Any:
     call = call_of(q, k, v, mask, is_causal, scale, seed, dropout, of_mask)

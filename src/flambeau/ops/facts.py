@@ -91,6 +91,7 @@ class Facts:
 
     # ---- in a joint graph of forward and backward
     fuses: bool = False  # its kernel takes in the maps before it, which need not be kept for it
+    computes: int | None = None  # the place of the one argument for which its kernel does so, if not for all of them
     is_map: bool = False  # nor need its own result be kept: it is a map itself, though torch's tags do not say so
     asks_equality: bool = False  # of two values, which must be computed once: again, they might differ
     # (find, *arguments) -> arguments of which less is kept for the backward; find(op, *args): another call of the graph

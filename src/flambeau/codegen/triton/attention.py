@@ -158,10 +158,10 @@ class AttentionBlocks(BlockWriter):
                 read = e.subs(mapping)
                 plain = read.op == "load" and not read.args
                 text = self.load(read.attr[0], read.attr[1][0], (), "0") if plain else self.value(read)
-                holds = "" if plain else self.inside(self.full())
+                alike = self.full() - self.axes_of(read)  # along these sides, as what is expanded, or of size one
+                text = self.spread(text, self.full()) if alike else text
+                holds = self.inside(alike if plain else self.full())  # a load has zeros beyond the sides that it reads
                 text = f"tl.where({holds}, {text}, 0)" if holds else text
-                if self.axes_of(read) != self.full():  # the same along a side, as what is expanded
-                    text = self.spread(text, self.full())
                 names.append(self.fresh("x"))
                 self.line(f"{names[-1]} = {text}")
         return names
