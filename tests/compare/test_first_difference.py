@@ -25,7 +25,8 @@ FMA = {"cpu": "__builtin_fmaf({}, {}, {})",
 ROUNDED = {"cpu": (r"(t\d+) = fl::to_half\((t\d+)\);", r"(t\d+) = fl::to_float\((t\d+)\);"),
            "interpreter": (r"(t\d+) = tl\.cast\((t\d+), tl\.float16\)", r"(t\d+) = tl\.cast\((t\d+), tl\.float32\)")}
 REVERSED = {"cpu": (r"for \(int64_t g0 = 0; g0 < 3; \+\+g0\)", "for (int64_t g0 = 2; g0 >= 0; --g0)"),
-            "interpreter": (r"g0 = (q\d+)$", r"g0 = tl.where(\1 < 3, 2 - \1, \1)")}
+            "interpreter": (r"(t\d+) = (t\d+) \+ (t\d+)\n(.*\n *t\d+) = \1 \+ (t\d+)$",
+                            r"\1 = \2 + \3\n\4 = \5 + \3 + \2")}
 
 
 def operations(text: str) -> dict[str, tuple[str, str, str]]:

@@ -288,8 +288,8 @@ class BlockTuning(Tuning):
     tile_reads: int = number(44, "bytes", "that a processor reads of the cache in a cycle")
     tile_start: int = number(2600, "cycles", "until the first step of a tile has its factors, and to write results")
     step_start: int = number(60, "cycles", "of a step in which nothing is multiplied")
-    share_start: int = number(10_000, "cycles", "to tell another program of a sum, and to hear of it: 1024 x 768 x 2048 "
-                                                "took 30,000 in shares, and 14,000 in tiles")
+    share_start: int = number(10_000, "cycles", "to tell another program of a sum, and to hear of it: 1024 x 768 x "
+                                                "2048 took 30,000 in shares, and 14,000 in tiles")
     factor_again: int = number(128, "rows or columns", "of a product for which a factor is computed, not written and "
                                                        "read: one tile or two have it")
     # ---- scatters

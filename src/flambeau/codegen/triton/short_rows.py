@@ -22,7 +22,7 @@ from .polyphase import Phases
 def rows_written_out(k: LoopKernel) -> Phases | None:
     """The kernel as a map, if its rows are few and what lies side by side is kept."""
     rows, exprs = volume(k.inner), k.everything()
-    if not rows.is_const or k.bounds is not None or k.vector not in k.outer:
+    if not rows.is_const or not rows.const or k.bounds is not None or k.vector not in k.outer:
         return None
     inner = frozenset(k.inner)
     reads = sum(not inner.isdisjoint(e.symbols()) for e in loads(*exprs))
