@@ -30,10 +30,10 @@ from flambeau.runtime.recordable import recordable
 from flambeau.runtime.recording import function_now
 from flambeau.runtime.result_checks import promises_of
 from flambeau.runtime.watchers import BOUND
-from flambeau.schedule.offload import COPIES, moves, offloaded
-from flambeau.schedule.overlap import overlapped
 from flambeau.schedule.plan import schedule
-from flambeau.schedule.streams import on_own_streams
+from flambeau.schedule.streams.offload import COPIES, moves, offloaded
+from flambeau.schedule.streams.overlap import overlapped
+from flambeau.schedule.streams.waits import on_own_streams
 from flambeau.targets.background import Closing, check, fork_safe
 from flambeau.targets.base import Build, Target
 from flambeau.torch_compat.fake import unset_fake_temporarily

@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.codegen.source import TensorMap
-from flambeau.codegen.triton import contractions
+from flambeau.codegen.triton.tensor_cores import contractions
 from flambeau.config import config
 from flambeau.ir.program import ContractKernel
 from flambeau.ir.tuning import ProductTile

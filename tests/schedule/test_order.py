@@ -28,8 +28,8 @@ from flambeau.ir.program import (
 )
 from flambeau.runtime.plain_program import from_plain, to_plain
 from flambeau.schedule.memory import ALIGN, ProgramDraft
-from flambeau.schedule.order import accesses, check_order, extent
-from flambeau.schedule.streams import plan_streams
+from flambeau.schedule.streams.order import accesses, check_order, extent
+from flambeau.schedule.streams.waits import plan_streams
 
 SIZE = as_index(ALIGN // 4)
 

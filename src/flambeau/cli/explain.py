@@ -139,7 +139,7 @@ def run_program(console: Console, args: argparse.Namespace) -> int:
 def show_streams(console: Console, graphs: list[Compiled]) -> None:
     """Of a program on one stream: what `options={"streams": "auto"}` would make of it."""
     from flambeau.report.lanes import drawn
-    from flambeau.schedule.overlap import overlapped
+    from flambeau.schedule.streams.overlap import overlapped
 
     for number, graph in enumerate(graphs, 1):
         tuning = graph.captured.graph.capabilities.tuning

@@ -346,7 +346,7 @@ WAYS = ("once", "turns", "shares")
 
 @dataclass(frozen=True)
 class Way:
-    """A tile, and who sums which: codegen/triton/contractions.py."""
+    """A tile, and who sums which: codegen/triton/tensor_cores/contractions.py."""
 
     tile: ProductTile
     how: str = "once"

@@ -23,8 +23,8 @@ from flambeau.ir.nodes import Buffer, Value, contiguous_strides
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program, TableKernel, sites_of
 from flambeau.runtime.launch_plan import Held
 from flambeau.schedule.memory import lifetimes
-from flambeau.schedule.order import is_single
 from flambeau.schedule.plan import strided
+from flambeau.schedule.streams.order import is_single
 from flambeau.torch_compat.ops import OpOverload
 
 from .container import text_words

@@ -13,7 +13,7 @@ from typing import Any
 
 from flambeau.ir.program import Call, Copy, Launch, Program, Step
 from flambeau.ir.tuning import Tuning
-from flambeau.schedule.overlap import Lane, timeline
+from flambeau.schedule.streams.overlap import Lane, timeline
 
 WIDTH = 96  # columns of the longest lane
 

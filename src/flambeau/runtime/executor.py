@@ -34,8 +34,8 @@ from flambeau.ir.program import (
 )
 from flambeau.ir.program import Step as ProgramStep
 from flambeau.schedule.memory import lifetimes, nbytes, span
-from flambeau.schedule.order import is_single
 from flambeau.schedule.plan import strided
+from flambeau.schedule.streams.order import is_single
 from flambeau.targets.base import Run, Source, Target, get_target
 from flambeau.torch_compat.ops import OpOverload
 

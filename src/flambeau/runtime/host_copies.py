@@ -1,7 +1,7 @@
 """Tensors that wait in memory of the host until a backward needs them: sent there, and fetched again.
 
 The memory is pinned, so that copies run beside kernels; torch's allocator of it keeps it for the next step. What sends
-and fetches (schedule/offload.py) is on one stream of the program's own, in the order in which it was put there.
+and fetches (schedule/streams/offload.py) is on one stream of the program's own, in the order in which it was put there.
 """
 
 from __future__ import annotations

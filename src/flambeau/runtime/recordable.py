@@ -11,7 +11,7 @@ import torch.fx as fx
 from flambeau.ir.nodes import Value
 from flambeau.ir.program import Call, Copy, Launch, Program, Synchronize
 from flambeau.ops.facts import facts
-from flambeau.schedule.order import accesses
+from flambeau.schedule.streams.order import accesses
 from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 from flambeau.torch_compat.streams import NUMBERS
 

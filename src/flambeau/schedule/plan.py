@@ -48,11 +48,11 @@ from .layout import settle_layouts
 from .loop_nests import is_empty, shape_group, shape_scan, shape_scatter
 from .memory import ProgramDraft, lifetimes, plan_memory
 from .numerics_policy import apply_policy
-from .order import check_order
 from .rewrites.ordered_scatters import order_scatters
 from .rewrites.wide_windows import share_windows
 from .split_reductions import split_reductions
-from .streams import plan_streams, sections
+from .streams.order import check_order
+from .streams.waits import plan_streams, sections
 from .tensor_tables import join_launches
 
 

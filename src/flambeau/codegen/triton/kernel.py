@@ -18,13 +18,13 @@ from flambeau.ir.program import (
 from flambeau.ir.tuning import UNSCALED, Scale
 
 from ..source import BlockSource, Part, site_table
-from .attention_lists import write_attention
 from .blocks import WIDE
-from .contractions import ContractBlocks
 from .dialect import POINTER
 from .loops import LoopBlocks
 from .scans import ScanBlocks
 from .scatters import write_scatter
+from .tensor_cores.attention_lists import write_attention
+from .tensor_cores.contractions import ContractBlocks
 from .tensor_tables import TableBlocks
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from flambeau.ir.nodes import Graph, Node
 from flambeau.ir.program import WORK, Copy, Fence, Keep, Program, Record, Step, StreamNumbers, Wait, values_in
 
-from .memory import ProgramDraft, lifetimes, plan_memory
+from ..memory import ProgramDraft, lifetimes, plan_memory
 from .order import Cell, Clock, Clocks, Moment, accesses, check_order, count_streams, joined, roots
 
 # ---- stretches of a graph --------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from flambeau.ir.attention import Gradient
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import ONE, Index
 
+from ..blocks import PartDraft
 from .attention import AttentionBlocks, Side, Walk
-from .blocks import PartDraft
 
 
 class GradientBlocks(AttentionBlocks):

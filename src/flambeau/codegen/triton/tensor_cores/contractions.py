@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import torch
 
+from flambeau.codegen.source import HOSTED
 from flambeau.ir.dtypes import FP8, DType, is_float
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import Sym, as_index, ceildiv, unflat, volume
@@ -27,9 +28,8 @@ from flambeau.ir.nodes import unscaled
 from flambeau.ir.program import ContractKernel, sites_of
 from flambeau.ir.tuning import BLOCKS, TILES, UNSCALED, WAYS, ProductTile, Scale, Way
 
-from ..source import HOSTED
-from .blocks import NARROWED, PartDraft, count_text, padded_read, width_of
-from .dialect import ROUGH, TRITON
+from ..blocks import NARROWED, PartDraft, count_text, padded_read, width_of
+from ..dialect import ROUGH, TRITON
 from .shares import SharedTiles
 from .tensor_maps import matrix, whole_line
 

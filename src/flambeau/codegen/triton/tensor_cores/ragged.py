@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from flambeau.ir.expr import Expr, const, index_value, masked, where
 from flambeau.ir.index import Index, Sym, as_index, volume
 
-from .blocks import power
+from ..blocks import power
 from .tiles import TileWriter
 
 

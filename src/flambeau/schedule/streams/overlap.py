@@ -32,9 +32,9 @@ from flambeau.ir.program import (
 )
 from flambeau.ir.tuning import Tuning
 
-from .memory import ProgramDraft, nbytes, span
+from ..memory import ProgramDraft, nbytes, span
 from .order import accesses, check_order, count_streams, is_single, roots
-from .streams import plan_overlap
+from .waits import plan_overlap
 
 STREAMS = (2, 3, 4)  # how many are tried
 

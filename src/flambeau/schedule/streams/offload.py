@@ -19,10 +19,10 @@ from flambeau.ir.nodes import Graph, Value
 from flambeau.ir.program import BufferPlan, Call, Copy, Fresh, Program, Record, Step, Wait, values_in
 from flambeau.ir.tuning import Tuning
 
-from .memory import ProgramDraft, nbytes
+from ..memory import ProgramDraft, nbytes
 from .order import accesses, check_order, is_single, roots
 from .overlap import cost, results
-from .streams import forked, order_streams, plan_places
+from .waits import forked, order_streams, plan_places
 
 COPIES = -8  # the stream, among those of a program's own
 LATE = 1.1  # of the modelled time, after which a copy is taken to be over

@@ -21,8 +21,8 @@ from flambeau.ir.index import ONE, Index, Sym, as_index, flat, volume
 from flambeau.ir.program import AttentionKernel, sites_of
 from flambeau.ir.tuning import UNSCALED, AttentionTile, Scale, attention_tile
 
-from .blocks import NARROWED, BlockWriter, PartDraft, count_text, power, width_of
-from .dialect import ROUGH, TRITON
+from ..blocks import NARROWED, BlockWriter, PartDraft, count_text, power, width_of
+from ..dialect import ROUGH, TRITON
 
 LEAST = 16  # elements of a side that tensor cores take
 

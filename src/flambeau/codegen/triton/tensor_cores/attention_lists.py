@@ -12,10 +12,10 @@ from flambeau.ir.index import Index, Sym
 from flambeau.ir.program import AttentionKernel, Form, Item, LoopKernel
 from flambeau.ir.tuning import Scale
 
+from ..blocks import PartDraft
+from ..loops import LoopBlocks
 from .attention import AttentionBlocks, OutBlocks, Walk
 from .attention_gradient import KeysBlocks, QueriesBlocks
-from .blocks import PartDraft
-from .loops import LoopBlocks
 
 ROLES: dict[str, type[OutBlocks] | type[QueriesBlocks] | type[KeysBlocks]] = {
     "out": OutBlocks, "queries": QueriesBlocks, "keys": KeysBlocks}

@@ -40,7 +40,7 @@ from flambeau.ir.program import (
     values_in,
 )
 
-from .memory import ALIGN, ProgramDraft, nbytes
+from ..memory import ALIGN, ProgramDraft, nbytes
 
 Clock = tuple[int, ...]  # of each stream, how many of its steps have run
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flambeau.codegen.source import TensorMap
 from flambeau.ir.expr import Expr
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
 
-from ..source import TensorMap
-from .blocks import BlockWriter, padded_read
-from .dialect import POINTER
+from ..blocks import BlockWriter, padded_read
+from ..dialect import POINTER
 
 LINE = 16  # bytes of which the steps between lines are multiples
 RANK = 5  # dimensions of a tensor at most

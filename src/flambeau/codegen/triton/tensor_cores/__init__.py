@@ -1,0 +1,1 @@
+"""Kernels for tensor cores: contractions and attention."""

@@ -1,0 +1,1 @@
+"""Several streams: waits between them, proofs of their order, overlap and offloading."""
