@@ -22,13 +22,13 @@ from flambeau.ir.numerics import policy_of
 from flambeau.ir.program import AttentionKernel, ContractKernel, Fence, Launch, LoopKernel, Program, ScanKernel
 from flambeau.product_choice import own_products
 from flambeau.runtime.executor import write
-from flambeau.runtime.host_copies import NOTES, link_rate
 from flambeau.runtime.launch_plan import LaunchPlan, Run
 from flambeau.runtime.placement import graph_device, has_streams, target_of
 from flambeau.runtime.progress import progress
 from flambeau.runtime.recordable import recordable
 from flambeau.runtime.recording import function_now
 from flambeau.runtime.result_checks import promises_of
+from flambeau.runtime.streams.host_copies import NOTES, link_rate
 from flambeau.runtime.watchers import BOUND
 from flambeau.schedule.plan import schedule
 from flambeau.schedule.streams.offload import COPIES, moves, offloaded

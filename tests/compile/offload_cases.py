@@ -22,7 +22,7 @@ from flambeau.compile import offload
 from flambeau.config import config
 from flambeau.errors import OptionError
 from flambeau.ir.program import Call, Copy, Launch, Wait
-from flambeau.runtime import host_copies
+from flambeau.runtime.streams import host_copies
 from flambeau.targets.base import get_target
 
 DEV = "flambeau"

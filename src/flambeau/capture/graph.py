@@ -22,10 +22,10 @@ from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.facts import facts, is_exact
 from flambeau.ops.formulas import NotAnExpression
 from flambeau.ops.registry import HIGHER, OutOfRange, load_at
-from flambeau.runtime.host_copies import fetch, send
 from flambeau.runtime.launch_plan import DONATED, Held
 from flambeau.runtime.operator_calls import random_state, run_and_save, run_with
 from flambeau.runtime.placement import CPU, flat, movable
+from flambeau.runtime.streams.host_copies import fetch, send
 from flambeau.torch_compat.ops import OpOverload
 from flambeau.torch_compat.streams import NUMBERS
 

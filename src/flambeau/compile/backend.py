@@ -221,7 +221,7 @@ def compile_anew(
 
 def offload_of(wanted: Any, target: Target | None, inputs: Sequence[Any]) -> Any:
     """What is to be saved less, where tensors are on a device with streams."""
-    from flambeau.runtime.host_copies import device_memory, link_rate
+    from flambeau.runtime.streams.host_copies import device_memory, link_rate
 
     from .offload import Offload
 

@@ -27,8 +27,8 @@ from torch.utils.flop_counter import flop_registry
 
 from flambeau.ir.tuning import Tuning
 from flambeau.ops.facts import facts
-from flambeau.runtime.host_copies import NOTES, fetch, send
 from flambeau.runtime.placement import flat
+from flambeau.runtime.streams.host_copies import NOTES, fetch, send
 from flambeau.torch_compat.fake import detect_fake_mode
 from flambeau.torch_compat.ops import OpOverload
 

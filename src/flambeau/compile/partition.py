@@ -18,8 +18,8 @@ from flambeau.capture.eager_strides import settle_strides, share_memory
 from flambeau.capture.stream_turns import mark_of
 from flambeau.ir.tuning import Tuning
 from flambeau.ops.facts import LOWERINGS, facts
-from flambeau.runtime.host_copies import fetch
 from flambeau.runtime.launch_plan import DONATED
+from flambeau.runtime.streams.host_copies import fetch
 from flambeau.torch_compat.aot import config, min_cut_rematerialization_partition, must_recompute
 from flambeau.torch_compat.ops import OpOverload
 from flambeau.torch_compat.patches import CUT

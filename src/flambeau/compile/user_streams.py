@@ -25,7 +25,7 @@ from flambeau.capture.stream_turns import MARK, ORDERS, is_streamed, places_of, 
 from flambeau.config import config
 from flambeau.errors import OptionError, UnsupportedError
 from flambeau.ir.program import Fence
-from flambeau.runtime.streams import fenced as fence_around
+from flambeau.runtime.streams.lookup import fenced as fence_around
 from flambeau.torch_compat.aot import saved_output
 from flambeau.torch_compat.fake import TracingContext, detect_fake_mode
 from flambeau.torch_compat.stream_patches import OBJECTS

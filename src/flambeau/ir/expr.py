@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -591,3 +591,23 @@ def masked(body: Expr, mask: Expr, along: frozenset[Sym] | None = None) -> Expr:
         return e
 
     return body if _is_true(mask) else rewrite(body, guard)
+
+
+# ---- cost ------------------------------------------------------------------------------------------------
+
+FREE = frozenset(("const", "load", "index", "cast", "local", "carry", "raw"))
+SIMPLE = frozenset((
+    "add", "sub", "mul", "neg", "abs", "min", "max", "where", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and",
+    "bitwise_or", "bitwise_xor", "bitwise_not", "logical_not", "shl", "shr", "isnan", "fma", "sign",
+    "require"))
+
+
+def cost_of(exprs: Sequence[Expr]) -> int:
+    """Element operations of a body; a transcendental function counts for several, a loop for many."""
+    total = 1
+    for e in walk(*exprs):
+        if e.op == "fold":
+            total += 16
+        elif e.op not in FREE:
+            total += 1 if e.op in SIMPLE else 6
+    return total

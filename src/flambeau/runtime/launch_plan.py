@@ -28,11 +28,11 @@ from flambeau.torch_compat.autograd import keeps_graph
 
 from .address_tables import AddressTables, Table
 from .operator_calls import EXTENSION, Prepared, operator_named
-from .overlap_choice import chosen
 from .recordable import Recordable
 from .recording import function_now, recorded
 from .result_checks import kept
-from .streams import caller_event, caller_stream, fenced, numbered_stream, own_stream, stream_numbers
+from .streams.lookup import caller_event, caller_stream, fenced, numbered_stream, own_stream, stream_numbers
+from .streams.overlap_choice import chosen
 from .watchers import Part, Watcher, one_by_one, title, watched, watching
 
 DONATED = "donated"  # marks placeholders whose tensors nobody but the graph needs

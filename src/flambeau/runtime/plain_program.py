@@ -23,11 +23,11 @@ from flambeau.ir.program import Program
 
 from . import launch_plan
 from .address_tables import Table
-from .host_copies import fetch, send
 from .launch_plan import Held, laid_out, on_device
 from .operator_calls import Prepared, Strided, run_and_save, run_with
 from .plain_data import Attributes, Codec, Malformed, Record
 from .recordable import Recordable
+from .streams.host_copies import fetch, send
 
 
 class Expressions(Attributes):

@@ -15,8 +15,8 @@ from flambeau.schedule.streams.order import accesses
 from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 from flambeau.torch_compat.streams import NUMBERS
 
-from .host_copies import send
 from .placement import flat
+from .streams.host_copies import send
 
 MASKS = (torch.bool, torch.uint8)
 

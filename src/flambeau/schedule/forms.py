@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import loads, walk
+from flambeau.ir.expr import cost_of, loads, walk
 from flambeau.ir.index import ONE, Index, Sym, ceildiv, volume
 from flambeau.ir.program import Form, Kernel, LoopKernel, ScanKernel
 from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning

@@ -17,9 +17,8 @@ import torch
 
 from flambeau.ir.attention import Attention
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.cost import SIMPLE, cost_of
 from flambeau.ir.dtypes import is_float
-from flambeau.ir.expr import OPS, Expr, held, index_children, loads, masked, rewrite, walk
+from flambeau.ir.expr import OPS, SIMPLE, Expr, cost_of, held, index_children, loads, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, about, as_index, volume
 from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 from flambeau.ir.tuning import Tuning

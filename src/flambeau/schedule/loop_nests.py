@@ -14,9 +14,8 @@ from itertools import groupby
 import torch
 
 from flambeau.ir.capabilities import Capabilities
-from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import DType, is_float
-from flambeau.ir.expr import Expr, const, held, index_value, loads, rewrite, walk
+from flambeau.ir.expr import Expr, const, cost_of, held, index_value, loads, rewrite, walk
 from flambeau.ir.index import (
     ONE,
     ZERO,

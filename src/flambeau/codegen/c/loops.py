@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, cost_of
 from flambeau.ir.index import Index, Sym, as_index, is_positive
 from flambeau.ir.program import Item, LoopKernel, exprs_of, identities_of, reductions_of
 from flambeau.ir.tuning import CPU

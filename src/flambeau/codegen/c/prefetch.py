@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flambeau.ir.cost import cost_of
-from flambeau.ir.expr import Expr, rewrite, walk
+from flambeau.ir.expr import Expr, cost_of, rewrite, walk
 from flambeau.ir.index import ONE, ZERO, Dyn, Index, Sym, as_index, from_atom, minimum
 from flambeau.ir.tuning import CPU
 

@@ -11,9 +11,8 @@ from collections.abc import Container, Iterator, Sequence
 
 import torch
 
-from flambeau.ir.cost import FREE, SIMPLE
 from flambeau.ir.dtypes import is_bool
-from flambeau.ir.expr import Expr, cast, const, index_children, index_value, loads, rewrite, walk, where
+from flambeau.ir.expr import FREE, SIMPLE, Expr, cast, const, index_children, index_value, loads, rewrite, walk, where
 from flambeau.ir.index import Dyn, Index, Sym, from_atom
 from flambeau.ir.tuning import CPU
 

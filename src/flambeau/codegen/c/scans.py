@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import is_float
-from flambeau.ir.expr import Expr, cast, rewrite
+from flambeau.ir.expr import Expr, cast, cost_of, rewrite
 from flambeau.ir.index import ONE, Sym
 from flambeau.ir.program import ScanKernel
 from flambeau.ir.tuning import CPU

@@ -12,9 +12,8 @@ from contextlib import nullcontext
 
 import torch
 
-from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import opmath
-from flambeau.ir.expr import Expr, cast, index_value, loads, where
+from flambeau.ir.expr import Expr, cast, cost_of, index_value, loads, where
 from flambeau.ir.index import Dyn, Index, Sym, as_index, volume
 from flambeau.ir.program import ScatterKernel
 from flambeau.ir.tuning import CPU

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 
-from flambeau.ir.cost import cost_of
 from flambeau.ir.dtypes import is_float
-from flambeau.ir.expr import Expr, cast, loads, rewrite
+from flambeau.ir.expr import Expr, cast, cost_of, loads, rewrite
 from flambeau.ir.index import ONE, Index, Sym, as_index
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine, Level

@@ -19,7 +19,7 @@ from flambeau.targets.base import Launch, Run, Target
 if TYPE_CHECKING:
     from flambeau.errors import CompileError
 
-    from .launch_plan import LaunchPlan
+    from ..launch_plan import LaunchPlan
 
 log = logging.getLogger(__name__)
 
