@@ -10,6 +10,8 @@ FOUND: dict[str, Program] = {
     "the factor of whole numbers is cut off": written(
         ["torch.arange(4)"], "v0 = torch.addcmul(a0, a0, a0, value=0.5)", "v1 = torch.addcmul(a0, a0, a0, value=-2.5)",
         results="v0, v1", exact=True),
+    "a whole number that is kept has no sign where it is zero": written(
+        ["torch.randn(40)"], "v0 = a0.to(torch.int32)", "v1 = v0.float()", results="v0, v1", exact=True),
     "eager has no kernel": written(["torch.ones(3)"], "v0 = a0.bitwise_not()", results="v0"),
     "eager has no kernel for a scalar": written(["torch.ones(())"], "v0 = a0 & a0", results="v0"),
     "eager takes no such index": written(["torch.ones(3)"], "v0 = a0.index_select(0, a0)", results="v0"),

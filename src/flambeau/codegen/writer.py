@@ -21,7 +21,9 @@ from .dialect import Dialect, Lanes, Steps
 
 
 def was_float(e: Expr) -> bool:
-    """Whether it is an integer truncated from a float."""
+    """Whether it is an integer truncated from a float; one that was computed before in the kernel may be."""
+    if e.op == "local":
+        return is_int(e.dtype)
     if e.op != "cast" or not is_int(e.dtype):
         return False
     return is_float(e.args[0].dtype) or was_float(e.args[0])
