@@ -118,6 +118,14 @@ def test_a_scan_across_its_rows_moves_lines_once() -> None:
         assert cost.ratio <= 1.1 and cost.alone == 0
 
 
+def test_a_scan_of_few_in_bands_counts_its_axis() -> None:
+    x = torch.empty((16, 1992, 936), device="meta").transpose(1, 2)
+    graph = graph_of(lambda v: [build.scan(v.shape, 0, build.simple_combine("sum", v.dtype), v.load)[0]], x)
+    for kernel in schedule(graph, MACHINE).kernels:
+        cost, = costs(kernel, Metal, SHAPE)
+        assert cost.must < 1.1 * 2 * 4 * x.numel() and cost.ratio <= MOST
+
+
 def interleaved(x: Value, y: Value) -> Value:
     """Products of a batch, one factor of which has those of all of them side by side."""
     return build.contract((x.shape[2], x.shape[0], y.shape[2]), (x.shape[1],), lambda i: x.load((i[1], i[3], i[0])),

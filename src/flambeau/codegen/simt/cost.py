@@ -199,7 +199,8 @@ class Model:
                     *((v, n, True) for v, n in (*side_by_side, *sides))]
         if isinstance(w, Points) and w.bands is not None:
             rows, row = self.spread(w.bands.outer, w.bands.rows), self.spread(w.bands.inner, w.bands.chunk)
-            along = [(v, 1, False) for v in (k.inner if isinstance(k, LoopKernel) else ())]
+            along = [(v, 1, False) for v in (k.inner if isinstance(k, LoopKernel) else
+                                             (k.axis,) if isinstance(k, ScanKernel) else ())]
             beside = [(v, n, True) for v, n in rows]
             # Groups of columns that run at once go through them together.
             within = [*along, *beside] if isinstance(w, ColumnLoops) else [*beside, *along]
