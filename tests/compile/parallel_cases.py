@@ -53,7 +53,7 @@ def batches(device: str, rank: int, world: int) -> Iterator[tuple[Tensor, ...]]:
 def trained(model: nn.Module, data: Iterator[tuple[Tensor, ...]], run: Callable[..., Tensor] | None = None
             ) -> list[float]:
     """The losses of some steps."""
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     losses = []
     for x, y in data:
         optimiser.zero_grad()
