@@ -126,9 +126,8 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.whole_row()
         else:
             self.all_stages()
-        inner = frozenset(k.inner)
-        values = sum(not inner.isdisjoint(at.symbols()) and not {*k.outer}.isdisjoint(at.symbols())
-                     for _, at in dict.fromkeys(k.accesses()))
+        values = sum(k.vector in at.symbols() and not at.symbols().isdisjoint(k.inner)
+                     and not at.symbols().isdisjoint(k.outer) for _, at in dict.fromkeys(k.accesses()))
         return PartDraft(self, grid, warps_for(self.elements(), self.programs, values))
 
     # ---- the tile --------------------------------------------------------------------------------------
