@@ -145,8 +145,8 @@ def movable(n: fx.Node) -> bool:
     """Whether it is memory of the device, of known size, without gaps. A scalar on the host would be a number, which is
     read before the copy is over."""
     t = n.meta.get("val")
-    return (isinstance(t, torch.Tensor) and t.dim() > 0 and t.layout is torch.strided and t.device.type != "cpu" and size_of(t) >= LEAST
-            and torch.ops.aten.is_non_overlapping_and_dense(t))
+    return (isinstance(t, torch.Tensor) and t.dim() > 0 and t.layout is torch.strided and t.device.type != "cpu"
+            and size_of(t) >= LEAST and torch.ops.aten.is_non_overlapping_and_dense(t))
 
 
 def again(n: fx.Node, kept: set[fx.Node], machine: Machine) -> tuple[float, list[str]]:
