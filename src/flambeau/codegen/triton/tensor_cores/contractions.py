@@ -206,7 +206,7 @@ class ContractBlocks(SharedTiles):
         with self.scope("if True:", (*k.rows, *k.columns, self.step), footer=""):
             self.blocks, self.masks = [t.high, wide], {}
             self.walk_axis(k.rows, self.row_start, t.high, 0)
-            self.walk_axis(k.columns, at, wide, 1)
+            self.walk_axis(k.columns, at, t.wide, 1)
             self.line(f"{self.sym(self.step)} = at_depth // {self.deep}")
             self.assign(out, [self.value(e) for e in scales])
         return out
@@ -232,7 +232,7 @@ class ContractBlocks(SharedTiles):
             otherwise = "if True:"
         with self.scope(otherwise, (*own, *depth), footer=""):
             self.blocks, self.masks = [side, self.deep] if axis == 0 else [self.deep, side], {}
-            self.walk_axis(own, at, side, axis)
+            self.walk_axis(own, at, side if axis == 0 else self.t.wide, axis)
             self.walk_axis(depth, "at_depth", self.deep, 1 - axis, end)
             zeros = self.d.constant(0, self.kind)
             value = self.load(e.attr[0], e.attr[1][0], (), zeros) if plain else self.value(e)

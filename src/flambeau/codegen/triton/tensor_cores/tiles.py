@@ -35,7 +35,8 @@ class TileWriter(MapWriter):
         return None
 
     def walk_axis(self, vars: Sequence[Sym], start: str, length: int, axis: int, end: str | None = None) -> None:
-        """Variables from their joint position along an axis of the tile, and the mask of what is beyond the end."""
+        """Variables from their joint position along an axis of the tile, and the mask of what is beyond the end. There
+        is none where tiles of that length end with the variables: of columns in parts, whole tiles, not the parts."""
         self.axes.update(dict.fromkeys(vars, axis))
         size, at = volume(vars), self.fresh("at")
         self.line(f"{at} = {start} + {self.arange(axis)}")
@@ -77,7 +78,7 @@ class TileWriter(MapWriter):
         self.blocks, self.masks = [t.high, wide], {}
         with self.scope("if True:", own, footer="") as scope:
             self.walk_axis(rows, starts[0], t.high, 0, self.row_end)
-            self.walk_axis(columns, starts[1], wide, 1)
+            self.walk_axis(columns, starts[1], t.wide, 1)
             for product, summed in zip(k.products, sums, strict=True):
                 text = self.d.cast(summed, self.sums, k.left.dtype)
                 for e in (e for e in self.scales if self.step not in e.symbols()):
