@@ -39,7 +39,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 # Of the slow tests, `make test` runs one in SAMPLE, drawn by the commit: others with every change, the same for
 # everybody who has it. `make test-all` sets FLAMBEAU_SAMPLE=1.
-SAMPLE = int(os.environ.get("FLAMBEAU_SAMPLE", "8"))
+SAMPLE = int(os.environ.get("FLAMBEAU_SAMPLE", "16"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

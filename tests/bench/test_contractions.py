@@ -53,6 +53,7 @@ def test_results_agree_in_small(group: str) -> None:
             assert "flambeau" not in made.errors or "eager" in made.errors, made.errors
 
 
+@pytest.mark.slow
 def test_processes_that_search(monkeypatch: pytest.MonkeyPatch) -> None:
     made, = measure("cpu", "search", 5, 64, (0, 0), (), 300, colds=1)
     assert isinstance(made, SearchRow) and not made.errors and len(made.cold_s) == 1 and made.second_s

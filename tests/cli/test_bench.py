@@ -54,7 +54,8 @@ def test_steps_of_optimizers(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(("words", "names", "line"), [
-    (["device", "--tiny", "--only", "places"], ["copy", "places of maxima"], "| places of maxima |"),
+    pytest.param(["device", "--tiny", "--only", "places"], ["copy", "places of maxima"], "| places of maxima |",
+                 marks=pytest.mark.slow),
     (["device-steps", "--size", "tiny", "--only", "matmul", "--limit", "0.1"], ["matmul"], "| matmul forward |"),
 ])
 def test_the_device_is_measured(tmp_path: Path, words: list[str], names: list[str], line: str) -> None:

@@ -350,6 +350,7 @@ def test_the_second_call_of_a_class_decides() -> None:
         assert call(7, 97, 384, dtype=torch.bfloat16) == (1, 0)
 
 
+@pytest.mark.slow
 def test_processes_that_give_the_same_bits() -> None:
     """The same calls by the same kernels, and an end without words, threads or not."""
     starts(processes=2, together=2)

@@ -158,7 +158,7 @@ def test_resizing_is_one_kernel(f: Callable[..., Any]) -> None:
     torch.testing.assert_close(graph.run([x])[0], f(x))
 
 
-@pytest.mark.parametrize("shape", [(200, 7, 120), (500, 2, 2100)])
+@pytest.mark.parametrize("shape", [(200, 7, 120), pytest.param((500, 2, 2100), marks=pytest.mark.slow)])
 def test_lines_of_a_row_are_an_axis(shape: tuple[int, ...]) -> None:
     """Then the places of lines are found by dividing, and not those of elements."""
     def f(x: torch.Tensor) -> torch.Tensor:
