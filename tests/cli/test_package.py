@@ -47,3 +47,23 @@ def test_from_a_function_to_its_results(tmp_path: Path, capsys: pytest.CaptureFi
     np.save(tmp_path / "x.npy", np.zeros(3))
     assert main(["run", package, "--input", f"{tmp_path}/x.npy"]) == 1
     assert "input 'x': expected float32 [4, 16] contiguous, got float64 [3]" in capsys.readouterr().err
+
+
+def test_arguments_are_described_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, package = tmp_path / "example.py", str(tmp_path / "pick.flam")
+    file.write_text("import torch\ntable = torch.nn.Parameter(torch.randn(10, 8))\n"
+                    "def pick(ids, x): return table[ids].sum() * x\n")
+    words = ["export", f"{file}:pick", "-o", package, "--args"]
+    assert main([*words, "int64[ids=4]", "float32[N=5:2..64, 8]"]) == 0
+    assert main(["inspect", package]) == 0
+    shown = capsys.readouterr().out
+    assert "ids: int64 [ids] contiguous" in shown and "x: float32 [2..64, 8] contiguous" in shown
+    np.save(tmp_path / "ids.npy", np.arange(3))
+    np.save(tmp_path / "x.npy", np.zeros((7, 8), np.float32))
+    assert main(["run", package, "--input", f"ids={tmp_path}/ids.npy", "--input", f"x={tmp_path}/x.npy"]) == 0
+    assert "float32 [7, 8]" in capsys.readouterr().out
+    for wrong, message in (("float33[4]", "'float33[4]' is not an argument"), ("float32[4,]", "is not an argument"),
+                           ("float32[N=4:8]", "is not an argument"),
+                           ("float32[N=4, N=5]", "size N is 4 and 5")):
+        assert main([*words, wrong]) == 1
+        assert message in capsys.readouterr().err

@@ -1,24 +1,22 @@
 """A process in which packages for NVIDIA GPUs run on a driver that is made up: Triton's interpreter does what it is
-asked to launch. Called with the driver's library, a folder and the names of models of test_export.py."""
+asked to launch. Called with the driver's library, a folder and names of cases of flambeau.bench.package_bits."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 import traceback
-from pathlib import Path
 
 import numpy as np
 import torch
 
 import flambeau
+from flambeau.bench.package_bits import cases, leaves, same_bits
+from flambeau.codegen.source import HOSTED, UNHOSTED
 from flambeau.package.client import PackageError
 from flambeau.package.device_code import CudaCode
 from flambeau.targets.cuda.interpreter import _module, argument, interpreted_triton
-from flambeau.targets.cuda.triton_compile import Facts, signature
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_export import MODELS, leaves  # noqa: E402
+from flambeau.targets.cuda.triton_compile import Facts, described, signature
 
 TOLD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, *(ctypes.c_uint,) * 5, ctypes.POINTER(ctypes.c_void_p))
 FUNCTIONS: list[tuple] = []  # those of the package that is loaded
@@ -35,7 +33,9 @@ def launch(function: int, x: int, y: int, z: int, threads: int, shared: int, arg
         assert threads == 32 * source.parts[part].warps and shared >= 0
         name = source.parts[part].function
         with np.errstate(all="ignore"):
-            getattr(_module(source.text), name)[(x, y, z)](*(argument(v, kind) for v, kind in zip(values, kinds)))
+            getattr(_module(source.text.replace(HOSTED, UNHOSTED)), name)[(x, y, z)](
+                *(argument(v, kind) for v, kind in zip(values, kinds)),
+                *described(source.parts[part], facts).values())  # kernels make their tensor maps themselves
     except BaseException:
         traceback.print_exc()
         return 700
@@ -58,23 +58,21 @@ def main(driver: str, folder: str, *names: str) -> None:
     library.driver_tells(launch)
     functions = ctypes.c_ssize_t.in_dll(library, "functions")
     for name in names:
-        make, args, shapes = MODELS[name]
-        torch.manual_seed(0)
-        model, path = make().eval(), f"{folder}/{name}.flam"
+        case, path = cases("tiny")[name](), f"{folder}/{name}.flam"
         FUNCTIONS.clear()
         functions.value = 0
-        flambeau.export(model, args(5), path, dynamic_shapes=shapes, targets=["cuda:sm_90", "cpu"])
-        compiled = torch.compile(model, backend="flambeau", options={"target": "interpreter", "contractions": "own"})
+        flambeau.export(case.model, case.draws[0], path, dynamic_shapes=case.shapes, targets=["cuda:sm_90", "cpu"])
+        compiled = torch.compile(case.model, backend="flambeau",
+                                 options={"target": "interpreter", "contractions": "own"})
         with flambeau.load(path, "cuda") as module, torch.no_grad():
             assert module.device == "cuda"
-            for n in (5, 16) if shapes else (5,):
-                given = args(n)
-                for x, dims in zip(given, (shapes or {}).values()):
-                    torch._dynamo.mark_dynamic(x, list(dims))
+            for n, given in enumerate(case.draws[:2]):
+                for x, dims in zip(given, case.shapes):
+                    torch._dynamo.maybe_mark_dynamic(x, list(dims))
                 ours, expected = module.forward(*given), compiled(*given)
-                same = [torch.equal(a, b) for a, b in zip(leaves(ours), leaves(expected), strict=True)]
-                print(name, n, *same, flush=True)
-            if name == "bags":
+                same = [same_bits(a, b) for a, b in zip(leaves(ours), leaves(expected), strict=True)]
+                print(f"{name}:", n, *same, flush=True)
+            if name == "family of bags":
                 try:
                     module.forward(torch.full((20,), 64), torch.arange(0, 20, 4))
                 except PackageError as error:

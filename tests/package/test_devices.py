@@ -15,11 +15,10 @@ from torch import nn
 from torch.export import Dim
 
 import flambeau
+from flambeau.bench.package_bits import FAMILIES, cases, leaves
 from flambeau.errors import OptionError, UnsupportedError
 from flambeau.package import container
 from flambeau.package.client import PackageError
-
-from .test_export import MODELS, leaves
 
 HERE = Path(__file__).parent
 F = nn.functional
@@ -86,9 +85,9 @@ def test_a_target_that_does_not_run_says_why(cached: tuple[Cached, Path]) -> Non
         flambeau.export(F.relu, (torch.ones(2),), path, targets=["cuda:hopper"])
 
 
-@pytest.mark.parametrize("name", ["norms", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "norms")])
+@pytest.mark.parametrize("name", [n if n == "norms" else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
 def test_opencl_package_has_the_bits_of_the_compiler(name: str, tmp_path: Path) -> None:
-    make, args, shapes = MODELS[name]
+    make, args, shapes = FAMILIES[name]
     torch.manual_seed(0)
     model = make().eval()
     flambeau.export(model, args(5), tmp_path / "model.flam", dynamic_shapes=shapes, targets=["opencl:cpu"])
@@ -103,10 +102,10 @@ def test_opencl_package_has_the_bits_of_the_compiler(name: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_opencl_package_for_gpus(name: str, tmp_path: Path) -> None:
     """Texts for GPUs, with points for work-items, run on CPUs as well."""
-    make, args, shapes = MODELS[name]
+    make, args, shapes = FAMILIES[name]
     torch.manual_seed(0)
     model = make().eval()
     flambeau.export(model, args(5), tmp_path / "model.flam", dynamic_shapes=shapes, targets=["opencl"])
@@ -144,7 +143,8 @@ def test_metal_text_is_checked(cached: tuple[Cached, Path]) -> None:
 
 
 @pytest.mark.parametrize("names", [
-    ("norms", "bags"), pytest.param(("sampling", "attention", "images"), marks=pytest.mark.slow)])
+    ("family of norms", "family of bags"),
+    *(pytest.param((n,), marks=pytest.mark.slow) for n in cases("tiny") if n[10:] not in ("norms", "bags"))])
 def test_cuda_package_on_a_driver_that_is_made_up(names: tuple[str, ...], tmp_path: Path) -> None:
     """Triton's interpreter runs what the driver is asked to launch, with the bits of the compiler."""
     library = tmp_path / "libcuda.so.1"
@@ -153,9 +153,10 @@ def test_cuda_package_on_a_driver_that_is_made_up(names: tuple[str, ...], tmp_pa
     script = str(HERE / "on_made_up_cuda.py")
     done = subprocess.run([sys.executable, script, str(library), str(tmp_path), *names],
                           capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
-    found = [x.split() for x in done.stdout.splitlines() if x.startswith(names)]
-    assert {x[0] for x in found} == set(names) and all(set(x[2:]) == {"True"} for x in found), done.stdout + done.stderr
-    if "bags" in names:
+    found = [x.split(":") for x in done.stdout.splitlines() if x.startswith(names)]
+    assert {x[0] for x in found} == set(names) and all(set(x[1].split()[1:]) == {"True"} for x in found), (
+        done.stdout + done.stderr)
+    if "family of bags" in names:
         assert "index of input takes value 64 which is not in the valid range [0, 64) (in _emb" in done.stdout
     assert "of its targets, cuda:sm_90 needs sm_90, and this GPU is sm_80; cpu;\ncpu\n" in done.stdout
 

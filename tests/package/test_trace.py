@@ -101,8 +101,9 @@ def test_an_exported_program_is_a_model(tmp_path: Path) -> None:
             torch.testing.assert_close(module(x, at), expected.cumsum(0))
 
 
-def test_bits_of_bfloat16_are_arrays(tmp_path: Path) -> None:
+def test_bits_of_bfloat16_are_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy has no such dtype; what a package returns may be given to it."""
+    monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)  # a library that has one
     linear = nn.Linear(8, 8).bfloat16()
     with exported(linear, (torch.ones(2, 8, dtype=torch.bfloat16),), tmp_path) as module:
         x = torch.randn(2, 8).bfloat16()
@@ -120,9 +121,16 @@ class Factored(nn.Module):
         return (q @ r).sum(-1), torch.linalg.inv(x)
 
 
+def keeps_checks() -> bool:
+    """Whether torch exports operators without results: 2.11 drops this one."""
+    program = torch.export.export(Factored(), (torch.eye(3),)).run_decompositions()
+    return "_linalg_check_errors" in str(program.graph)
+
+
 def test_operators_without_a_kernel_are_refused_by_name(tmp_path: Path) -> None:
+    checks = r"aten\._linalg_check_errors.*" if keeps_checks() else ""
     with pytest.raises(UnsupportedError,
-                       match=r"aten\._linalg_check_errors.*aten\.linalg_qr\.default \(in forward, cpu"):
+                       match=checks + r"aten\.linalg_qr\.default \(in forward, cpu"):
         exported(Factored(), (torch.eye(3),), tmp_path)
     with pytest.raises(UnsupportedError, match=r"aten\.linalg_qr.*\(in forward, opencl:cpu\)"):
         exported(Factored(), (torch.eye(3),), tmp_path, torch_operators=True, targets=["opencl:cpu"])
@@ -139,8 +147,10 @@ def test_operators_are_left_to_torch_where_asked(tmp_path: Path) -> None:
             for a, b, c in zip(module(x), module(x.numpy()), Factored()(x), strict=True):
                 torch.testing.assert_close(a, c, rtol=1e-3, atol=1e-3)
                 assert np.array_equal(a.numpy(), b)
-        with pytest.raises(PackageError, match=r"aten\._linalg_check_errors.*singular"):
-            module(torch.zeros(1, 4, 4))
+        if checks := keeps_checks():
+            with pytest.raises(PackageError, match=r"aten\._linalg_check_errors.*singular"):
+                module(torch.zeros(1, 4, 4))
     text = f"import sys; sys.modules['torch'] = None; import flambeau; flambeau.load({str(tmp_path / 'model.flam')!r})"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
-    assert "of its targets, cpu needs torch for aten._linalg_check_errors.default, aten.linalg_inv_ex" in done.stderr
+    first = "aten._linalg_check_errors.default, " if checks else ""
+    assert f"of its targets, cpu needs torch for {first}aten.linalg_inv_ex" in done.stderr

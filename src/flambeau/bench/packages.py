@@ -1,7 +1,6 @@
 """Measures packages beside eager, torch.compile, AOTInductor and ONNX Runtime: steps, load times, single calls.
 
-    measure(["gpt"], "small", list(PEERS), limit=3.0)       # rows of `flambeau bench packages`
-    measure_load(); measure_call()
+    measure(["gpt", "call", "load"], "small", list(PEERS), limit=3.0)       # rows of `flambeau bench packages`
     served("model.flam", "forward", 0.5, (1, 2))            # rows of `flambeau bench model.flam`
 
 With one thread (OMP_NUM_THREADS=1) times are the thread's own, so that a machine with other work still tells.
@@ -9,6 +8,7 @@ With one thread (OMP_NUM_THREADS=1) times are the thread's own, so that a machin
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch import nn
 from flambeau.bench import harness
 from flambeau.bench.harness import Row
 from flambeau.bench.models import SUITE
+from flambeau.bench.package_bits import side_by_side
 from flambeau.package.arguments import array_dtype
 from flambeau.package.export import export
 from flambeau.package.module import Module, load
@@ -35,6 +37,7 @@ from flambeau.package.trace import Wrapped
 from flambeau.torch_compat.inductor import aoti_load, aoti_package
 
 Step = Callable[[], Any]
+NAMES = (*SUITE, "call", "load")
 SEED = 1
 LOAD_BYTES = 1 << 30
 LOADS = 5
@@ -99,13 +102,19 @@ def clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def measure(names: Sequence[str], size: str, peers: Sequence[str], limit: float) -> Iterator[Row]:
-    for name in names:
-        built = SUITE[name].build(size)
-        model, row = built.module.eval(), Row(name, "step", "infer")
-        args = tuple(built.make_inputs(seed=SEED)[:-1])
-        with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder, torch.no_grad():
-            yield harness.timed(row, steps_of(model, args, peers, Path(folder), row), limit, clock())
+def measure(names: Sequence[str], size: str, peers: Sequence[str], limit: float, jobs: int = 1) -> Iterator[Row]:
+    """Of NAMES: steps of models, a call that has nothing to do, and a load."""
+    yield from side_by_side(partial(measured, size=size, peers=peers, limit=limit), names, jobs)
+
+
+def measured(name: str, size: str, peers: Sequence[str], limit: float) -> Row:
+    if name not in SUITE:
+        return measure_call(peers) if name == "call" else measure_load()
+    built = SUITE[name].build(size)
+    model, row = built.module.eval(), Row(name, "step", "infer")
+    args = tuple(built.make_inputs(seed=SEED)[:-1])
+    with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder, torch.no_grad():
+        return harness.timed(row, steps_of(model, args, peers, Path(folder), row), limit, clock())
 
 
 def measure_call(peers: Sequence[str] = tuple(PEERS), limit: float = 2.0) -> Row:
@@ -152,8 +161,9 @@ LOADERS = {
 
 def measure_load(nbytes: int = LOAD_BYTES) -> Row:
     """Seconds from a file of so many bytes in the page cache to the first result, in processes of their own that have
-    imported what they need, by turns."""
-    row, times = Row(f"load {nbytes >> 20} MiB", "load", "load"), dict[str, list[float]]()
+    imported what they need and may use all cores, by turns."""
+    row, times = Row(f"load {nbytes >> 20} MiB, {os.cpu_count()} threads", "load", "load"), dict[str, list[float]]()
+    env = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
     with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder, torch.no_grad():
         model, x = Large(nbytes).eval(), (torch.ones(1024),)
         files = {"package": f"{folder}/model.flam", "aotinductor": f"{folder}/model.pt2"}
@@ -162,7 +172,8 @@ def measure_load(nbytes: int = LOAD_BYTES) -> Row:
         for turn in range(LOADS + 1):
             for name, text in LOADERS.items():
                 script = f"import time\n{text.format(files[name])}\nprint(time.perf_counter() - start)"
-                done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+                done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False,
+                                      env=env)
                 if done.returncode:
                     row.errors[name] = done.stderr.strip().splitlines()[-1][:200]
                 elif turn:  # the first brings files into the page cache

@@ -47,9 +47,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def treemap(rows: list[tuple[str, str, int]]) -> str:
-    """A page of boxes in a row, each as wide as its share of the bytes."""
-    total = sum(size for *_, size in rows) or 1
-    boxes = "".join(f'<div style="flex:{max(size, total // 200)} 0 0" title="{size:,} bytes"><b>{escape(part)}</b> '
-                    f"{escape(of)}<br>{size:,}</div>" for part, of, size in sorted(rows, key=lambda r: -r[2]) if size)
+    """A page of boxes with areas like bytes: parts side by side, and what they are made of on top of each other."""
+    parts: dict[str, list[tuple[str, int]]] = {}
+    for part, of, size in rows:
+        parts.setdefault(part, []).append((of, size))
+    least = sum(size for *_, size in rows) // 200 or 1  # as wide as can be seen
+    columns = ""
+    for part, inside in sorted(parts.items(), key=lambda p: -sum(size for _, size in p[1])):
+        total = sum(size for _, size in inside)
+        boxes = "".join(f'<div style="flex:{size} 0 0" title="{size:,} bytes">{escape(of)}<br>{size:,}</div>'
+                        for of, size in sorted(inside, key=lambda x: -x[1]) if size)
+        columns += (f'<section style="flex:{max(total, least)} 0 0" title="{escape(part)}: {total:,} bytes">'
+                    f"<b>{escape(part)}</b>{boxes}</section>")
     return ("<!doctype html><meta charset=utf-8><style>body{font:13px sans-serif;margin:0;display:flex;height:100vh}"
-            "div{border:1px solid #fff;background:#dde7f3;overflow:hidden;padding:4px}</style>" + boxes)
+            "section{display:flex;flex-direction:column;min-width:0;overflow:hidden;border:1px solid #fff}"
+            "div{background:#dde7f3;border-top:1px solid #fff;overflow:hidden;min-height:1px}</style>" + columns)

@@ -104,7 +104,8 @@ def model_subject(name: str, size: str, infer: bool, device: str = "cpu", dtype:
     return loss, tuple(inputs)
 
 
-def file_subject(text: str) -> Subject:
+def file_function(text: str) -> tuple[Callable[..., Any], ModuleType]:
+    """The function that FILE:FUNC names, and the file's module."""
     path, _, name = text.rpartition(":")
     if not path or not name:
         raise OptionError(f"{text!r} is not FILE:FUNC", hint="for example model.py:forward")
@@ -112,6 +113,12 @@ def file_subject(text: str) -> Subject:
     function = getattr(module, name, None)
     if not callable(function):
         raise OptionError(f"{path} defines no function {name}")
+    return function, module
+
+
+def file_subject(text: str) -> Subject:
+    function, module = file_function(text)
+    path, _, name = text.rpartition(":")
     make = getattr(module, f"{name}_inputs", None) or getattr(module, "inputs", None)
     if not callable(make):
         raise OptionError(f"{path} does not define inputs for {name}",

@@ -1,7 +1,8 @@
 """Arrays as the runtime takes and gives them, of NumPy and of torch; results with their nesting; weights out of files.
 
-A library of arrays says what of an array must be as in the call before (`key`), tells the runtime the addresses of such
-arrays (`told`), and makes results (`maker`).
+A library of arrays says what of an array must be as in the call before (`key`), and has the lines of Python in which
+that is looked at (`differs`), the runtime told of the address (`told`) and an array made for a result (`result`): a
+call is a function made of them (`calling`), which has no loop and looks nothing up.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_char
+from functools import cache
+from math import prod
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from .client import CODES, PackageError, Tensor
+from .client import CODES, Call, Failure, PackageError, Tensor, failed
 
 _WORDS = {"BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
           "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
-Maker = Callable[[], tuple[Any, int]]  # a new array, and where it is
-_from_buffer, _empty = c_char.from_buffer, np.empty
 
 
 def array_dtype(name: str) -> Any:
@@ -38,72 +40,89 @@ def is_torch(x: Any) -> bool:
 
 class NumPy:
     device = "cpu"
+    before: tuple[str, ...] = ()
+    differs = ("type(x{k}) is not ndarray or x{k}.dtype is not dtype{k} or x{k}.shape != shape{k} "
+               "or x{k}.strides != strides{k}")
+    # The address of a buffer is found in a third of the time. One for reading alone, with gaps, or of a dtype that
+    # Python does not know says it otherwise.
+    told = """try: given{k}.data = addressof(from_buffer(x{k}))
+        except (TypeError, ValueError): given{k}.data = x{k}.__array_interface__["data"][0]"""
+    plain = "y{k} = empty(size{k}, kind{k}); result{k}.data = addressof(from_buffer(y{k}))"
+    ordered = ("y{k} = empty(size{k}, kind{k}).transpose(order{k}); "
+               'result{k}.data = y{k}.__array_interface__["data"][0]')
+    names: dict[str, Any] = {"ndarray": np.ndarray, "empty": np.empty, "addressof": addressof,
+                             "from_buffer": c_char.from_buffer}
 
     @staticmethod
-    def key(x: Any) -> tuple[Any, ...] | None:
-        return (x.shape, x.strides, x.dtype) if type(x) is np.ndarray else None
+    def key(x: Any) -> dict[str, Any] | None:
+        return {"shape": x.shape, "strides": x.strides, "dtype": x.dtype} if type(x) is np.ndarray else None
 
     @staticmethod
-    def told(args: Sequence[Any], keys: Sequence[Any], given: Sequence[Tensor]) -> bool:
-        for x, t, (shape, strides, dtype) in zip(args, given, keys):
-            if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape or x.strides != strides:
-                return False
-            try:  # the address of a buffer is found in a third of the time
-                t.data = addressof(_from_buffer(x))  # type: ignore[arg-type]
-            except (TypeError, ValueError):  # it is for reading alone, has gaps, or a dtype that Python does not know
-                t.data = x.__array_interface__["data"][0]
-        return True
-
-    @staticmethod
-    def maker(t: Tensor, name: str) -> Maker:
-        dtype, shape = array_dtype(name), tuple(t.sizes[: t.rank])
-        strides = tuple(s * dtype.itemsize for s in t.strides[: t.rank])
-        if dtype.isbuiltin == 1 and 0 not in shape and strides == np.empty(shape, dtype).strides:
-            def plain() -> tuple[Any, int]:
-                array = _empty(shape, dtype)
-                return array, addressof(_from_buffer(array))  # type: ignore[arg-type]
-
-            return plain
-        order = sorted(range(len(shape)), key=lambda d: -strides[d])
-        back = [order.index(d) for d in range(len(shape))]
-        inner = tuple(shape[d] for d in order)
-
-        def ordered() -> tuple[Any, int]:
-            array = _empty(inner, dtype).transpose(back)
-            return array, array.__array_interface__["data"][0]
-
-        return ordered
+    def result(t: Tensor, name: str) -> tuple[str, dict[str, Any]]:
+        dtype, shape, strides = array_dtype(name), tuple(t.sizes[: t.rank]), tuple(t.strides[: t.rank])
+        rows = tuple(prod(shape[k + 1:]) for k in range(t.rank))
+        if dtype.isbuiltin == 1 and 0 not in shape and strides == rows:
+            return NumPy.plain, {"size": shape, "kind": dtype}
+        order = sorted(range(t.rank), key=lambda d: -strides[d])
+        back = [order.index(d) for d in range(t.rank)]
+        return NumPy.ordered, {"size": tuple(shape[d] for d in order), "kind": dtype, "order": back}
 
 
 class Torch:
     """Tensors on one device."""
 
+    differs = ("type(x{k}) is not type{k} or x{k}.dtype is not dtype{k} or x{k}.shape != shape{k} "
+               "or x{k}.stride() != strides{k} or x{k}.device != device{k} or x{k}.is_neg()")
+    told = "given{k}.data = x{k}.data_ptr()"
+    # Without elements it has no address, and needs none.
+    made = "y{k} = empty(size{k}, strides{k}, dtype=kind{k}, device=device); result{k}.data = y{k}.data_ptr() or 64"
+
     def __init__(self, device: str) -> None:
-        self.device = device
+        self.device, torch = device, sys.modules["torch"]
+        self.names: dict[str, Any] = {"empty": torch.empty_strided, "device": torch.device(device),
+                                      "current_stream": torch.cuda.current_stream}
+        # On a GPU it is put into torch's current stream: nobody waits, unless kernels look at indices.
+        self.before = ("call.stream = current_stream(device).cuda_stream",) * (device != "cpu")
 
     @staticmethod
-    def key(x: Any) -> tuple[Any, ...] | None:
-        return (type(x), x.shape, x.stride(), x.dtype, x.device) if is_torch(x) else None
+    def key(x: Any) -> dict[str, Any] | None:
+        return {"type": type(x), "shape": x.shape, "strides": x.stride(), "dtype": x.dtype,
+                "device": x.device} if is_torch(x) else None
 
-    @staticmethod
-    def told(args: Sequence[Any], keys: Sequence[Any], given: Sequence[Tensor]) -> bool:
-        for x, t, (kind, shape, strides, dtype, device) in zip(args, given, keys):
-            if (type(x) is not kind or x.dtype is not dtype or x.shape != shape or x.stride() != strides
-                    or x.device != device or x.is_neg()):
-                return False
-            t.data = x.data_ptr()
-        return True
+    def result(self, t: Tensor, name: str) -> tuple[str, dict[str, Any]]:
+        return self.made, {"size": tuple(t.sizes[: t.rank]), "strides": tuple(t.strides[: t.rank]),
+                           "kind": getattr(sys.modules["torch"], name)}
 
-    def maker(self, t: Tensor, name: str) -> Maker:
-        torch = sys.modules["torch"]
-        shape, strides, dtype = tuple(t.sizes[: t.rank]), tuple(t.strides[: t.rank]), getattr(torch, name)
-        device = torch.device(self.device)
 
-        def make() -> tuple[Any, int]:
-            made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            return made, made.data_ptr() or 64  # without elements it has no address, and needs none
+def calling(arrays: NumPy | Torch, keys: Sequence[dict[str, Any]], given: Sequence[Tensor], results: Sequence[Tensor],
+            dtypes: Sequence[str], run: Callable[[], int], call: Call,
+            error: Failure) -> Callable[..., tuple[Any, ...] | None]:
+    """A function of so many arguments that runs a method: it tells the runtime where they are, makes arrays for results
+    and calls `run`. None, if an argument is not what its key says."""
+    values: dict[str, Any] = {**arrays.names, "run": run, "call": call, "error": error, "failed": failed}
+    lines = []
+    for k, (key, t) in enumerate(zip(keys, given)):
+        lines.append(f"if {arrays.differs.format(k=k)}: return None")
+        values |= {f"{name}{k}": x for name, x in key.items()} | {f"given{k}": t}
+    lines += [arrays.told.format(k=k) for k in range(len(keys))]
+    for k, (t, dtype) in enumerate(zip(results, dtypes), len(keys)):
+        line, own = arrays.result(t, dtype)
+        lines.append(line.format(k=k))
+        values |= {f"{name}{k}": x for name, x in own.items()} | {f"result{k}": t}
+    made = "".join(f"y{k}, " for k in range(len(keys), len(keys) + len(results)))
+    lines += [*arrays.before, "if run(): raise failed(error)", f"return ({made})"]
+    function: Callable[..., tuple[Any, ...] | None] = function_maker(
+        ", ".join(f"x{k}" for k in range(len(keys))), "\n        ".join(lines), tuple(values))(*values.values())
+    return function
 
-        return make
+
+@cache
+def function_maker(arguments: str, body: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    """What makes functions of one text, which is the same for all shapes."""
+    scope: dict[str, Any] = {}
+    exec(f"def maker({', '.join(names)}):\n    def method({arguments}):\n        {body}\n    return method", scope)
+    found: Callable[..., Any] = scope["maker"]
+    return found
 
 
 def library_of(flat: Sequence[Any], device: str, number: int) -> NumPy | Torch:
@@ -158,7 +177,7 @@ def nesting(structure: Any) -> Callable[[Sequence[Any]], Any]:
     """What puts results, one after the other, where the function had them."""
     (kind, inside), = structure.items()
     if kind == "output":
-        return lambda results: results[inside]
+        return itemgetter(inside)
     if kind == "dict":
         named = {k: nesting(v) for k, v in inside.items()}
         return lambda results: {k: of(results) for k, of in named.items()}

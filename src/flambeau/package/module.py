@@ -13,13 +13,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .arguments import Maker, NumPy, Torch, fill, flattened, library_of, nesting, paths, safetensors
+from .arguments import NumPy, Torch, calling, fill, flattened, library_of, nesting, paths, safetensors
 from .client import Call, Failure, PackageError, Tensor, add_device, failed, runtime_library
 from .container import INDEX, RUNTIME, DamagedPackage, hash_of, read
 from .index import Entry, Weight, read_index, the
@@ -44,37 +43,20 @@ class Frame:
             self.library.flam_run, self.handle, number, *counted, self.call.error)  # before format 1.3
         self.find_shapes = partial(self.library.flam_shapes, self.handle, number, inputs, len(entry.inputs), outputs,
                                    len(entry.outputs), self.error)
-        self.arrays: NumPy | Torch = NumPy()
-        self.keys: list[Any] | None = None  # of the arguments of the last call
-        self.makers: list[tuple[Tensor, Maker]] = []
+        self.known: Callable[..., tuple[Any, ...] | None] | None = None  # of arguments as the last ones were
 
-    def takes(self, args: Sequence[Any]) -> bool:
-        """Whether all that is new of them are their addresses, which the runtime is told then."""
-        keys = self.keys
-        return keys is not None and len(args) == len(keys) and self.arrays.told(args, keys, self.given)
-
-    def learn(self, flat: Sequence[Any], arrays: NumPy | Torch) -> None:
-        """What follows from the shapes of arguments, which the structures describe."""
-        self.keys = None
+    def learn(self, flat: Sequence[Any], arrays: NumPy | Torch) -> Callable[[], Any]:
+        """What follows from the shapes of arguments, which the structures describe; the call with those."""
+        self.known = None
         if self.find_shapes():
             raise failed(self.error)
-        self.arrays, self.call.on_device = arrays, arrays.device != "cpu"
-        self.makers = [(t, arrays.maker(t, dtype)) for t, dtype in zip(self.results, self.dtypes)]
+        self.call.on_device = arrays.device != "cpu"
         keys = [arrays.key(x) for x in flat]
-        self.keys = keys if None not in keys else None
-
-    def launched(self) -> list[Any]:
-        """The results. Those on a GPU are put into torch's current stream: nobody waits, unless kernels look at
-        indices."""
-        made = []
-        for t, make in self.makers:
-            array, t.data = make()
-            made.append(array)
-        if self.call.on_device:
-            self.call.stream = sys.modules["torch"].cuda.current_stream(self.arrays.device).cuda_stream
-        if self.run():
-            raise failed(self.error)
-        return made
+        # Without `self`: a frame that nobody has is gone at once, with its share in the model.
+        rest = self.results, self.dtypes, self.run, self.call, self.error
+        if None not in keys:
+            self.known = calling(arrays, [k for k in keys if k], self.given, *rest)
+        return calling(arrays, (), (), *rest)
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
@@ -87,6 +69,7 @@ class Method:
     def __init__(self, module: Module, number: int, entry: Entry, structure: Any) -> None:
         self.module, self.number, self.entry = module, number, entry
         self.names = [p.name for p in entry.inputs]
+        self.count = len(self.names)
         self.nested = nesting(structure)
         self.frames = threading.local()
 
@@ -99,9 +82,10 @@ class Method:
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame = self.frame()
-        if not kwargs and frame.takes(args):
-            return self.nested(frame.launched())
+        if not kwargs and len(args) == self.count:
+            known = self.frame().known
+            if known is not None and (found := known(*args)) is not None:
+                return self.nested(found)
         flat = flattened(args) if not kwargs and len(args) == len(self.names) else self.ordered(args, kwargs)
         return self.nested(self.run(flat))
 
@@ -118,17 +102,17 @@ class Method:
             flat.append(named[name])
         return flat
 
-    def run(self, flat: Sequence[Any]) -> list[Any]:
+    def run(self, flat: Sequence[Any]) -> Sequence[Any]:
         """The results, one after the other."""
         frame = self.frame()
-        if not frame.takes(flat):
-            if len(flat) != len(self.names):
-                raise PackageError(f"method {self.entry.name!r} takes {len(self.names)} inputs, got {len(flat)}")
-            arrays = library_of(flat, self.module.device, self.module.number)
-            for t, x, port in zip(frame.given, flat, self.entry.inputs):
-                fill(t, x, port.name, port.dtype, arrays.device)
-            frame.learn(flat, arrays)
-        return frame.launched()
+        if len(flat) != self.count:
+            raise PackageError(f"method {self.entry.name!r} takes {self.count} inputs, got {len(flat)}")
+        if frame.known is not None and (found := frame.known(*flat)) is not None:
+            return found
+        arrays = library_of(flat, self.module.device, self.module.number)
+        for t, x, port in zip(frame.given, flat, self.entry.inputs):
+            fill(t, x, port.name, port.dtype, arrays.device)
+        return frame.learn(flat, arrays)()
 
 
 # ---- the module -------------------------------------------------------------------------------------------
@@ -223,7 +207,7 @@ class Module:
     def execute(self, method: str = "forward") -> list[Any]:
         """Run a method on the inputs that were set; its results, one after the other."""
         one, slots = self.load_method(method), self._slots(method)
-        slots["outputs"] = one.run(one.ordered((), slots["inputs"]))
+        slots["outputs"] = list(one.run(one.ordered((), slots["inputs"])))
         return self.get_outputs(method)
 
     def get_outputs(self, method: str = "forward") -> list[Any]:
