@@ -94,6 +94,15 @@ def test_what_disagrees_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls(compiled(linear, random(20, 24), random(24, 40), random(40))) == 1
 
 
+def test_small_floats_may_differ_by_their_rounding() -> None:
+    for dtype, other in (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0):
+        a = torch.tensor([1.0, other]).to(dtype)
+        near, far = a.clone(), a.clone()
+        near.view(torch.uint8)[1] -= 1
+        far.view(torch.uint8)[1] -= 16
+        assert product_choice.is_alike(a, near) and not product_choice.is_alike(a, far)
+
+
 def test_products_that_meet_are_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     def gated(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return F.silu(x @ a) * (x @ b)

@@ -27,11 +27,12 @@ from flambeau.ops.facts import LOWERINGS, facts
 from flambeau.runtime.placement import flat
 from flambeau.targets.base import Run, Target
 from flambeau.targets.identity import Uncacheable, identity
-from flambeau.targets.search import agree, fastest, kept
+from flambeau.targets.search import agree, fastest, kept, undecided
 
 log = logging.getLogger(__name__)
 
 ROUNDED = 3e-2  # of the greatest result: a library's product is rounded before what follows
+CLOSE = 1.5  # times the library's, within which other block shapes than the heuristic's may be faster
 WORTH = 0.02  # of a product's time, that fusion must save to be worth a look
 MOST_NODES = 48  # of a region: what is farther away has kernels of its own
 MOST_PRODUCTS = 3  # of a region that may become kernels of ours: the last ones
@@ -136,10 +137,11 @@ def refusal(n: fx.Node, region: Region, caps: Capabilities) -> str | None:
     size = prod(map(hint, val.shape))
     depth = prod(map(hint, factors[1].shape[1:] if kind == "convolution" else factors[0].shape[-1:]))
     nanoseconds = max(size * depth * val.itemsize / t.product_rate, size * val.itemsize / t.memory_rate)
-    if not any(n in u.all_input_nodes for u in region.nodes if not is_view(u.target)):
-        # Small ones differ by how they start; a library's large ones are as fast as any.
+    parts = facts(n.target).ends is not None
+    if not parts and not any(n in u.all_input_nodes for u in region.nodes if not is_view(u.target)):
+        # Small ones differ by how they start; a library's large ones are as fast as any, but for those in parts.
         return None if nanoseconds < t.launch else "no kernel of ours follows, and its sums take longer than a launch"
-    if 2 * size * val.itemsize / t.memory_rate + t.launch < WORTH * nanoseconds:
+    if not parts and 2 * size * val.itemsize / t.memory_rate + t.launch < WORTH * nanoseconds:
         return "its sums take fifty times as long as what follows"
     return None
 
@@ -169,12 +171,23 @@ def measured(gm: fx.GraphModule, products: Sequence[fx.Node], target: Target, co
         spread_parts(gm, args)
         wanted, draws = runs[0](list(args)), any(facts(n.target).random for n in gm.graph.nodes if is_ours(n))
         candidates: dict[int, Callable[[], object]] = {0: partial(call, runs[0], args)}
-        for k, run in enumerate(runs[1:], 1):
-            if draws or all(is_alike(a, b) for a, b in zip(run(list(args)), wanted, strict=True)):
-                candidates[k] = partial(call, run, args)
+
+        def take(number: int) -> None:
+            if draws or all(is_alike(a, b) for a, b in zip(runs[number](list(args)), wanted, strict=True)):
+                candidates[number] = partial(call, runs[number], args)
             else:
+                candidates.pop(number, None)
                 log.warning("a product of ours gives other results than the library's, and is not used: %s", names)
-        best, seconds = fastest(target, candidates)
+
+        with undecided():
+            for k in range(1, len(runs)):
+                take(k)
+            best, seconds = fastest(target, candidates)
+        close = [k for k in seconds if k and seconds[k] < CLOSE * seconds[0]]
+        for k in close:  # other block shapes are built where that may change the choice
+            take(k)
+        if close:
+            best, seconds = fastest(target, candidates)
     except Exception as error:  # whatever it is, the library computes it
         log.info("%s: not measured: %s: %s", names, type(error).__name__, error)
         return {"own": [], "why": f"kernels of ours could not be timed: {type(error).__name__}"}
@@ -202,9 +215,10 @@ def call(run: Run, args: Sequence[Any]) -> object:
 def is_alike(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor):
         return bool(a == b)
+    least = max(ROUNDED, torch.finfo(a.dtype).eps) if a.is_floating_point() else 0
     if a.is_floating_point() and a.itemsize == 1:
         a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
-    return a.shape == b.shape and agree(a, b, max(ROUNDED, torch.finfo(a.dtype).eps) if a.is_floating_point() else 0)
+    return a.shape == b.shape and agree(a, b, least)
 
 
 def graph_of(region: Region) -> fx.GraphModule:

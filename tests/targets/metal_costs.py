@@ -1,4 +1,4 @@
-"""What the kernels of the suites cost on an Apple GPU, by the static model (codegen/simt/cost.py). Nothing is run.
+"""What the kernels of the suites cost on an Apple GPU, by the static model (kernel_costs.py). Nothing is run.
 
     PYTHONPATH=tests python -m targets.metal_costs --cases 300 --json results/metal-costs.json
 """
@@ -20,13 +20,13 @@ from flambeau.bench.cliff_cases import draw
 from flambeau.bench.models import SUITE, without_dropout
 from flambeau.capture.decompositions import table
 from flambeau.capture.kept_whole import whole_operators
-from flambeau.codegen.simt.cost import program_costs
 from flambeau.codegen.simt.metal import SHAPE, Metal
 from flambeau.ir.program import Program
 from flambeau.pipeline import Options, interpret, lowered
 from flambeau.results_file import write_results
 from flambeau.schedule.plan import schedule
 from flambeau.torch_compat.aot import min_cut_rematerialization_partition
+from targets.kernel_costs import program_costs
 
 MOST, SERIAL = 1.5, 64  # times the bytes that must move; elements that one work-item reduces alone
 Programs = list[tuple[str, Program]]

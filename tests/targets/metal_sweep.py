@@ -25,7 +25,6 @@ import torch
 
 from flambeau import pipeline
 from flambeau.bench.models import SUITE
-from flambeau.codegen.simt.cost import program_costs
 from flambeau.codegen.simt.metal import SHAPE, Metal
 from flambeau.config import config
 from flambeau.results_file import origin, write_results
@@ -33,6 +32,7 @@ from flambeau.targets.metal.checker import check
 from flambeau.testing.opinfo import check_opinfo
 from metal_on_a_mac import losses
 from opencl_forms import POINTS
+from targets.kernel_costs import program_costs
 from test_opinfo import taken
 from test_opinfo_metal import DTYPES, NAMED
 

@@ -216,6 +216,18 @@ def test_a_plan_may_not_wait_while_a_graph_is_captured(monkeypatch: pytest.Monke
     assert clock.timed == 0
 
 
+def test_a_plan_may_be_asked_to_decide_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 1)
+    f, shape = FUNCTIONS["map"]
+    x = torch.randn(shape)
+    g = compiled(f)
+    with search.undecided():
+        torch.testing.assert_close(g(x), f(x))
+        assert clock.timed == 0
+    torch.testing.assert_close(g(x), f(x))
+    assert clock.timed > 0
+
+
 def test_what_the_clock_chooses_is_not_deterministic(monkeypatch: pytest.MonkeyPatch,
                                                      sources: list[BlockSource]) -> None:
     Clock(monkeypatch, 1)

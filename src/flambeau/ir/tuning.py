@@ -253,7 +253,7 @@ class BlockTuning(Tuning):
     column_tile: int = number(4096, "elements", "of columns that are held, where these are as wide as others")
     sector: int = number(32, "bytes", "side by side, of the narrowest columns: what a cache asks memory for; twice "
                                       "that is better, if there is room")
-    few_programs: int = number(16, "programs", "too few to fill a GPU")
+    few_programs: int = number(66, "programs", "too few to fill a GPU: one for each second processor")
     few_columns: int = number(16, "columns", "of a program then")
     segment_items: int = number(8, "items", "of a segment read at once")
     segment_elements: int = number(256, "elements", "of the segments that one program reduces side by side")
@@ -286,10 +286,22 @@ class BlockTuning(Tuning):
     shared_most: int = number(227 << 10, "bytes", "of shared memory that one processor has for its programs")
     threads_most: int = number(512, "threads", "of one processor that all have registers for sums")
     tile_reads: int = number(44, "bytes", "that a processor reads of the cache in a cycle")
+    loose_reads: int = number(24, "elements", "of factors that it reads one by one in a cycle")
+    tile_registers: int = number(64, "registers", "of a thread beside its sums")
+    registers_most: int = number(65536, "registers", "of a processor")
+    operations: int = number(128, "operations", "of a processor in a cycle, that are none of tensor cores")
+    cycle_bytes: int = number(2000, "bytes", "that all processors together read and write in a cycle")
+    near: int = number(125, "hundredths", "of the least cost of a product: what the model does not tell apart")
     tile_start: int = number(2600, "cycles", "until the first step of a tile has its factors, and to write results")
     step_start: int = number(60, "cycles", "of a step in which nothing is multiplied")
     share_start: int = number(10_000, "cycles", "to tell another program of a sum, and to hear of it: 1024 x 768 x "
                                                 "2048 took 30,000 in shares, and 14,000 in tiles")
+    sum_bytes: int = number(20, "bytes", "of sums that a processor leaves to others, or reads, in a cycle")
+    total_start: int = number(3000, "cycles", "of the launch that adds up what programs left")
+    total_threads: int = number(128, "threads", "of a program of it")
+    total_thread: int = number(4, "elements", "of one thread: an access of 16 bytes")
+    total_points: int = number(1 << 16, "results", "that are enough for these; with fewer, programs are warps")
+    total_across: int = number(16, "rows", "of a program that writes results in lines of rows: 32 bytes of halves")
     factor_again: int = number(128, "rows or columns", "of a product for which a factor is computed, not written and "
                                                        "read: one tile or two have it")
     # ---- scatters
@@ -326,10 +338,28 @@ class ProductTile:
     warps: int
     group: int = 8
     least_steps: int = 4  # of a program, where they are divided among as many as there can be
+    tail: int = 0  # operations that follow each sum
+    loose: bool = False  # factors come element by element, through registers
 
     @property
     def wide(self) -> int:
         return sum(self.wides)
+
+    def cut(self, depth: int, itemsize: int) -> ProductTile:
+        """No deeper than the sums are, as far as tensor cores take that, and with no more pieces than these have."""
+        least = max(16 * itemsize, 32)
+        deep = min(self.deep, max(least, itemsize << max(depth - 1, 0).bit_length()))
+        return replace(self, deep=deep, stages=max(1, min(self.stages, -(-depth * itemsize // deep))))
+
+    def registers(self, itemsize: int) -> int:
+        """Of a thread, for sums, and for elements of factors with their places."""
+        elements = (self.high + self.wide) * self.deep // itemsize if self.loose else 0
+        return (2 * self.high * self.wide + 3 * elements) // (2 * BLOCKS.warp * self.warps)
+
+    def side_by_side(self, itemsize: int) -> int:
+        """Programs on one processor at once that begin as others end."""
+        registers = BLOCKS.warp * self.warps * (self.registers(itemsize) + BLOCKS.tile_registers)
+        return max(1, min(BLOCKS.shared_most // self.shared(itemsize), BLOCKS.registers_most // registers))
 
     def shared(self, itemsize: int) -> int:
         """Bytes of shared memory."""
@@ -341,7 +371,8 @@ class ProductTile:
                           BLOCKS.threads_most // (BLOCKS.warp * self.warps)))
 
 
-WAYS = ("once", "turns", "shares")
+WAYS = ("once", "turns", "shares", "pieces")
+PIECES = range(2, 33)  # of the depth: so many may be read at once
 
 
 @dataclass(frozen=True)
@@ -350,6 +381,8 @@ class Way:
 
     tile: ProductTile
     how: str = "once"
+    pieces: int = 1
+    turned: bool = False  # rows are columns, and columns rows
 
     def cost(self, sizes: Sequence[int], itemsize: int) -> float:
         """Of a product, in cycles."""
@@ -358,18 +391,27 @@ class Way:
         tiles, resident = -(-rows // t.high) * -(-columns // t.wide) * batch, t.resident(itemsize)
         deep = max(t.deep // itemsize, 16)
         steps = -(-depth // deep)
-        step = max(t.high * t.wide * t.deep / 4096, (t.high + t.wide) * t.deep / BLOCKS.tile_reads) + BLOCKS.step_start
+        read = min(t.high, rows) + min(t.wide, columns)
+        reads = read * t.deep / (BLOCKS.loose_reads * itemsize if t.loose else BLOCKS.tile_reads)
+        step = max(t.high * t.wide * t.deep / 4096, reads) + BLOCKS.step_start
         once = BLOCKS.tile_start + t.high * t.wide * 2 / BLOCKS.tile_reads
+        each, after = -(-tiles // units), t.high * t.wide * t.tail / BLOCKS.operations
         if self.how == "once":
-            each = -(-tiles // units)
-            return each * steps * step + -(-each // resident) * once
+            return each * (steps * step + after) + -(-each // t.side_by_side(itemsize)) * once
         if self.how == "turns":
-            return -(-tiles // units) * (steps * step + once / 4) + once + BLOCKS.step_start
+            return each * (steps * step + after + once / 4) + once + BLOCKS.step_start
+        if self.how == "pieces":
+            programs, points = tiles * min(self.pieces, steps), rows * columns * batch
+            each = -(-programs // units)
+            left = 4 * points * (1 + self.pieces) / (units * BLOCKS.sum_bytes)
+            return each * -(-steps // self.pieces) * step + -(-each // resident) * once + BLOCKS.total_start + left
         programs = max(min(resident * units, tiles * steps // t.least_steps), min(resident * units, tiles), 1)
         each = -(-tiles * steps // programs) * -(-programs // units)
-        left = t.high * t.wide * 4 / BLOCKS.tile_reads
+        left = t.high * t.wide * 4 / BLOCKS.sum_bytes
         others = max(1, programs // max(tiles, 1) - 1)
-        return each * step + 2 * once + (BLOCKS.share_start + left * (1 + others) if tiles % programs else 0)
+        between = BLOCKS.share_start + left * (1 + others) if tiles % programs else 0
+        begun = max(2, 1 + each / steps / resident)
+        return each * (step + after / steps) + begun * once + between
 
 
 CPU = CpuTuning()
@@ -383,7 +425,10 @@ BLOCKS = BlockTuning()
 TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 3, 8),
          ProductTile(128, (128,), 128, 4, 4), ProductTile(128, (128,), 128, 4, 8), ProductTile(256, (128,), 128, 3, 8),
          ProductTile(128, (128, 64), 128, 4, 8), ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4),
-         ProductTile(64, (64,), 256, 3, 4), ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4))
+         ProductTile(64, (64,), 256, 3, 4), ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4),
+         ProductTile(128, (64,), 128, 4, 4), ProductTile(128, (64,), 128, 6, 4), ProductTile(128, (32,), 256, 4, 4),
+         ProductTile(128, (128,), 128, 3, 4), ProductTile(128, (64, 16), 128, 5, 4),
+         ProductTile(128, (64, 32), 128, 5, 4), ProductTile(128, (32,), 128, 4, 4), ProductTile(128, (16,), 128, 4, 4))
 
 @dataclass(frozen=True)
 class AttentionTile:
@@ -462,5 +507,5 @@ UNSCALED = Scale()
 # elements on twice and half of the threads; fewer pieces on their way.
 AROUND = (Scale(elements=1), Scale(elements=-1), Scale(elements=1, warps=1), Scale(elements=-1, warps=-1),
           Scale(warps=1), Scale(warps=-1), Scale(stages=-2))
-OTHER_TILES = tuple(Scale(tile=k) for k in range(1, 7))  # of a product: those that may be as good
+OTHER_TILES = tuple(Scale(tile=k) for k in range(1, 9))  # of a product: those that may be as good
 OTHER_BLOCKS = (Scale(tile=1),)  # of attention

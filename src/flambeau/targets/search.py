@@ -17,7 +17,9 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -41,6 +43,19 @@ FLOATS = {"*fp64": torch.float64, "*fp32": torch.float32, "*fp16": torch.float16
 # How much of the greatest result rounding may make up.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BYTES = {"1": 1, "8": 1, "16": 2, "32": 4, "64": 8}
+
+
+_undecided = ContextVar("undecided", default=False)
+
+
+@contextmanager
+def undecided() -> Iterator[None]:
+    """Inside, plans take the heuristic's shapes, and decide later."""
+    token = _undecided.set(True)
+    try:
+        yield
+    finally:
+        _undecided.reset(token)
 
 
 class Timed(Protocol):
@@ -96,7 +111,7 @@ class OpenPlan:
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None:
         if self._plan is not None:
             return self._plan(pointers, sizes)
-        if self._target.queue() is None:  # a graph is being captured: nothing may be waited for
+        if _undecided.get() or self._target.queue() is None:  # a graph is being captured: nothing may be waited for
             return self._first(pointers, sizes)
         with self._lock:
             made: list[Step] = []

@@ -22,7 +22,8 @@ from flambeau.targets.cuda import interpreter
 
 DOUBLE, HALF = torch.float64, torch.bfloat16
 SMALL = ProductTile(64, (16,), 128, 3, 4)
-TILES = {"once": ProductTile(64, (32, 16), 128, 3, 4), "turns": SMALL, "shares": ProductTile(64, (16, 32), 128, 2, 4)}
+TILES = {"once": ProductTile(64, (32, 16), 128, 3, 4), "turns": SMALL, "shares": ProductTile(64, (16, 32), 128, 2, 4),
+         "pieces": ProductTile(64, (32, 16), 128, 3, 4)}
 
 
 @pytest.fixture(autouse=True)
@@ -131,13 +132,15 @@ def test_gradients(way: str) -> None:
           random(40, 200, dtype=DOUBLE).requires_grad_())
 
 
-def test_sums_that_are_shared_are_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, "shares", TILES["shares"])
+@pytest.mark.parametrize("way", ["shares", "pieces"])
+def test_sums_of_several_programs_are_the_same_each_time(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, way, TILES[way])
     a, b = random(70, 3000, dtype=torch.float32), random(40, 3000, dtype=torch.float32)
     run = compiled(product, a, b).finish()
     assert torch.equal(run([a, b])[0], run([a, b])[0])
     text = compiled(product, a, b).texts[0]
-    assert text.signals and not text.cleared and "atomic" not in text.text
+    assert text.signals == (way == "shares") and not text.cleared and "atomic" not in text.text
+    assert len(text.parts) == (2 if way == "pieces" else 1) and all(part.waits for part in text.parts)
 
 
 # ---- what follows --------------------------------------------------------------------------------------------

@@ -223,7 +223,11 @@ def lcm(a, b):
 if triton.knobs.runtime.interpret:
     def wait():
         pass
+
+    def release():
+        pass
 else:
+    from triton.language.extra.cuda import gdc_launch_dependents as release  # noqa: F401  what is next may come, and wait
     from triton.language.extra.cuda import gdc_wait as wait  # noqa: F401  until all kernels before it are done
 
 

@@ -28,7 +28,10 @@ def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:
     made: list[BlockSource] = []
     for t in OTHER_BLOCKS if isinstance(kernel, AttentionKernel) else OTHER_TILES if product else AROUND:
         other = render(kernel, source.name, t)
-        if all((other.text, other.parts) != (s.text, s.parts) for s in (source, *made)):
+        known = any((other.text, other.parts) == (s.text, s.parts) for s in (source, *made))
+        if known and product:  # there are no more
+            break
+        if not known:
             made.append(replace(other, name=f"{source.name}.{len(made) + 1}"))
     return replace(source, results=tuple(results), alternatives=tuple(made))
 

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from flambeau.ir.build import simple_combine
 from flambeau.ir.dtypes import DType, is_float
-from flambeau.ir.expr import Expr, Fold, cast, index_value, masked, walk, where
+from flambeau.ir.expr import Expr, Fold, cast, index_value, masked, rewrite, walk, where
 from flambeau.ir.faults import LOW, head
 from flambeau.ir.index import WORD, Dyn, Index, Sym, as_index, largest, volume
 from flambeau.ir.lines import is_line
@@ -298,6 +299,13 @@ class BlockWriter(Writer):
     def reduced(self, c: Combine, values: Sequence[str], *axes: int) -> list[str]:
         """Along these axes, the first of them first: a thread has most of its elements along that, and lanes lie along
         the last. A number where the tile has no others."""
+        if c.level is not None:  # the largest first: to join two and two takes several times as much
+            given = dict(zip(c.left, values, strict=True))
+            size, total = c.level.size, c.level.total
+            given[c.level.top], = self.reduced(simple_combine("max", size.dtype), [self.applied(size, given)], *axes)
+            scaled = [self.applied(c.level.scaled, given)]
+            given[total], = self.reduced(simple_combine("sum", total.dtype), scaled, *axes)
+            return [self.applied(e, given) for e in c.level.result]
         keep = ", keep_dims=True" if len(self.blocks) > len(axes) else ""
         for gone, axis in enumerate(sorted(axes)):
             values = self.over("tl.reduce", c, values, axis if keep else axis - gone, keep)
@@ -309,6 +317,12 @@ class BlockWriter(Writer):
         what = values[0] if len(values) == 1 else f"({', '.join(values)})"
         self.line(f"{', '.join(names)} = {function}({what}, {axis}, {self.combine(c)}{options})")
         return names
+
+    def applied(self, e: Expr, given: dict[Expr, str]) -> str:
+        """The text of an expression over carries, where these are their texts."""
+        raw = {carry: Expr("raw", carry.dtype, (), self.fresh("x")) for carry in given}
+        self.scopes[-1].known.update((raw[carry], text) for carry, text in given.items())
+        return self.value(rewrite(e, lambda x: raw.get(x, x)))
 
     def operands(self, c: Combine, exprs: Sequence[Expr], row: Iterable[int]) -> list[str]:
         """What is combined, in the full shape; beyond the end of the row, along its axes, it is the identity."""
@@ -437,7 +451,9 @@ class PartDraft:
     """One part on its way: what was written, and how it is launched."""
 
     def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "", stages: int | None = None,
-                 maps: tuple[TensorMap, ...] = (), waits: bool = False, signals: bool = False) -> None:
+                 maps: tuple[TensorMap, ...] = (), waits: bool = False, signals: bool = False, fills: bool = False
+                 ) -> None:
         self.writer, self.grid, self.warps, self.workspace = writer, grid, warps, workspace
         self.stages, self.maps = stages, maps
-        self.waits, self.signals = waits, signals  # and what it writes to the workspace needs no zeros
+        self.waits, self.signals = waits, signals
+        self.fills = fills  # it writes what is read of its workspace, which needs no zeros

@@ -38,7 +38,9 @@ def rows_of(k: LoopKernel) -> Rows | None:
     computed = [a for e in loads(*k.everything()) for a in e.attr[1] if any(isinstance(x, Dyn) for x in a.atoms())]
     if not any(a.coefficient(c) is ONE for a in computed):
         return None
-    images = [v for v in k.outer if v is not c and any(v in mono for a in computed for mono, _ in a.terms)]
+    # What is written side by side is a point, even where its place is read as it is.
+    images = [v for v in k.outer if v is not c and any(v in mono for a in computed for mono, _ in a.terms)
+              and not any(a.coefficient(v) is ONE for _, a in k.stores)]
     points = [v for v in k.outer if v is not c and v not in images]
     k, points = merged(k, points)
     # Channels before the points of an image: programs side by side read the same ones.

@@ -24,7 +24,7 @@ from .loops import LoopBlocks
 from .scans import ScanBlocks
 from .scatters import write_scatter
 from .tensor_cores.attention_lists import write_attention
-from .tensor_cores.contractions import ContractBlocks
+from .tensor_cores.totals import write_product
 from .tensor_tables import TableBlocks
 
 
@@ -34,9 +34,11 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
         drafts = write_scatter(kernel)
     elif isinstance(kernel, AttentionKernel):
         drafts = write_attention(kernel, scale)
+    elif isinstance(kernel, ContractKernel):
+        drafts = write_product(kernel, scale)
     else:
-        kinds: dict[type[AnyKernel], Callable[..., LoopBlocks | ScanBlocks | TableBlocks | ContractBlocks]] = {
-            LoopKernel: LoopBlocks, ScanKernel: ScanBlocks, TableKernel: TableBlocks, ContractKernel: ContractBlocks}
+        kinds: dict[type[AnyKernel], Callable[..., LoopBlocks | ScanBlocks | TableBlocks]] = {
+            LoopKernel: LoopBlocks, ScanKernel: ScanBlocks, TableKernel: TableBlocks}
         drafts = [kinds[type(kernel)](kernel, scale).render()]
     arguments = [*(f"p{k}" for k in range(len(kernel.params))), *(f"n{k}" for k in range(len(kernel.sizes)))]
     arguments += ["work"] if any(d.workspace for d in drafts) else []
@@ -61,8 +63,8 @@ def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource
                        sizes, tuple(parts), workspace, narrow,
                        sites=() if isinstance(kernel, TableKernel) else site_table(kernel),
                        usual=bits(kernel.sizes[:63], lambda s: typical.get(s, 1) % 16 == 0),
-                       words=bits(kernel.sizes[:64], lambda s: s.name.startswith(WORD)), cleared=not signals,
-                       signals=signals)
+                       words=bits(kernel.sizes[:64], lambda s: s.name.startswith(WORD)),
+                       cleared=not any(d.fills for d in drafts), signals=signals)
 
 
 def bits(sizes: Sequence[Sym], holds: Callable[[Sym], bool]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from flambeau.ir.expr import Expr, cast, walk
-from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, unflat, volume
+from flambeau.ir.index import ONE, Index, Op, Sym, as_index, ceildiv, unflat, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import AnySize, Item, LoopKernel, exprs_of, reductions_of, sites_of
 from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
@@ -85,8 +85,9 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.phases = written_out(k)
             if self.phases and are_short_lines(self.phases.kernel) and is_line_of_lines(k):
                 self.phases = None
-        self.apart = self.phases is not None and not self.phases.rows  # one point for each thread
+        self.apart = self.phases is not None and not self.phases.rows  # few points for each thread
         k = self.phases.kernel if self.phases else k
+        self.points = points_of(k) if self.phases and not self.phases.neighbours else 1
         if k.inner or k.tile is not None or self.rows or self.apart or self.shares:
             return k
         k = as_lines(k, BLOCKS.threads * per_thread(k.everything()))
@@ -110,13 +111,17 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             if self.rows:
                 return PartDraft(self, grid, self.rows.warps)
             warps = min(BLOCKS.threads // BLOCKS.warp, self.elements() // BLOCKS.map_warp)
-            return PartDraft(self, grid, max(1, self.elements() // BLOCKS.warp if self.apart else warps))
+            if self.apart:
+                warps = self.elements() // (BLOCKS.warp * self.points)
+            return PartDraft(self, grid, max(1, warps))
         length, whole = self.row_length()
         blocks = spans(k, k.outer, self.rows_side_by_side(length))
         self.programs = programs_of(k, k.outer, blocks)
         if not blocks:
             self.k, self.end = ended(k)
-        grid = self.tile(k.outer, blocks, length)
+        # Programs that share lines without having them side by side run at the same time.
+        across = [v for v in k.outer if v not in blocks and any(at.coefficient(v) is ONE for _, at in k.accesses())]
+        grid = self.tile([*(v for v in k.outer if v not in across), *across], blocks, length)
         if k.bounds is not None:
             self.open_segment()
             self.all_stages()
@@ -169,14 +174,17 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         if k.tile is not None and k.vector is not None:
             return self.transposed(k.tile, k.vector)
         exprs = k.everything()
+        across = crossed(k) if self.apart and self.points > 1 else None
+        if across is not None:
+            return self.transposed(across, k.outer[-1])
         windows = BLOCKS.neighbour_threads if self.phases and self.phases.neighbours else BLOCKS.window_threads
-        room = self.scale.sized(windows if self.apart else BLOCKS.threads * per_thread(exprs))
+        room = self.scale.sized(windows * self.points if self.apart else BLOCKS.threads * per_thread(exprs))
         near = overlapping(exprs, k.outer) if self.apart else []
         return compact(k.outer, near, room) if len(near) > 1 else spans(k, k.outer, room)
 
     def transposed(self, *pair: Sym) -> dict[Sym, int]:
-        """Square tiles: smaller ones where there are few."""
-        for side in (BLOCKS.transpose_side, BLOCKS.transpose_few):
+        """Square tiles: smaller ones where there are few, and where a point is several results."""
+        for side in (BLOCKS.transpose_side, BLOCKS.transpose_few)[self.apart:]:
             blocks = {v: min(side, power(self.k.about(v.size, side))) for v in self.k.outer if v in pair}
             if programs_of(self.k, self.k.outer, blocks) >= BLOCKS.enough_tiles:
                 break
@@ -385,8 +393,14 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         parts = self.line_parts = count_text(v.size, lanes, self.index)
         first = ""
         if parts != "1":
-            first, at, before = f"({at} % {parts}) * {lanes} + ", self.fresh("q"), at
-            self.line(f"{at} = {before} // {parts}")
+            before, at = at, self.fresh("q")
+            if self.k.is_crossed():  # lines share what they read with their neighbours: these come first
+                others = self.index(volume(self.k.inner[:-1]))
+                first = f"({before} // {others}) * {lanes} + "
+                self.line(f"{at} = {before} % {others}")
+            else:
+                first = f"({before} % {parts}) * {lanes} + "
+                self.line(f"{at} = {before} // {parts}")
         self.line(f"{self.sym(v)} = {first}{self.arange(self.line_axis)}")
         if not (v.size.is_const and v.size.const % lanes == 0):
             self.masks[self.line_axis] = self.fresh("m")
@@ -445,10 +459,10 @@ def side_by_side(k: LoopKernel) -> LoopKernel:
 
 def per_thread(exprs: Iterable[Expr]) -> int:
     """Elements of one thread: fewer, the more each of them reads, so that all it holds fits its registers."""
-    reads = 0
+    reads = 0.0
     for e in walk(*exprs):
         if e.op == "load":
-            reads += bool(e.symbols())
+            reads += bool(e.symbols()) * (0.5 if e.dtype.itemsize <= 2 else 1)
         elif e.op == "fold":
             steps = 1
             for _, lo, hi in e.attr.loops:
@@ -458,6 +472,21 @@ def per_thread(exprs: Iterable[Expr]) -> int:
     if not reads:
         return BLOCKS.thread_draws
     return next((n for n in (8, 4, 2) if n * reads <= BLOCKS.held_reads), 1)
+
+
+def crossed(k: LoopKernel) -> Sym | None:
+    """A variable along which all is read that the last one does not share, while that one jumps."""
+    *others, last = k.outer
+    reads = [e.attr[1][0] for e in walk(*k.everything()) if e.op == "load" and last in e.attr[1][0].symbols()]
+    known = [v for v in others if reads and all(a.coefficient(v) is ONE and a.coefficient(last) not in (None, ONE)
+                                                for a in reads) and k.about(v.size, BLOCKS.access_most) > 1]
+    return known[-1] if known else None
+
+
+def points_of(k: LoopKernel) -> int:
+    """Points of one thread, each of which computes several elements."""
+    values = len(k.stores) + sum(e.op == "load" for e in walk(*k.everything()))
+    return next((n for n in (4, 2) if n * values <= BLOCKS.held_reads), 1)
 
 
 def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from flambeau.ir.dtypes import is_float
-from flambeau.ir.expr import Expr, cast, cost_of, loads, rewrite
+from flambeau.ir.expr import cast, cost_of, loads
 from flambeau.ir.index import ONE, Index, Sym, as_index
 from flambeau.ir.lines import is_line
 from flambeau.ir.nodes import Combine, Level
@@ -145,12 +145,6 @@ class ScanBlocks(BlockWriter):
             self.put([self.applied(e, {level.total: total, level.top: both}) for e in level.result])
         with self.scope("else:", footer=""):
             self.put(self.combined(c, before, scanned))
-
-    def applied(self, e: Expr, given: dict[Expr, str]) -> str:
-        """The text of an expression over carries, where these are their texts."""
-        raw = {carry: Expr("raw", carry.dtype, (), self.fresh("x")) for carry in given}
-        self.scopes[-1].known.update((raw[carry], text) for carry, text in given.items())
-        return self.value(rewrite(e, lambda x: raw.get(x, x)))
 
     def totals(self, scanned: list[str], first: str) -> list[str]:
         """The last of the piece, in the order of the scan. Taken out of it rather than reduced once more: a reduction

@@ -89,6 +89,8 @@ class InterpreterLaunch:
         work, wide, *grids = self._shape(*sizes)
         kinds = signature(self._source, bool(wide)).values()
         memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int64(0)
+        if not self._source.cleared:  # what is read before it is written shows
+            ctypes.memset(memory, 0xFF, max(work, 1))
         space = [ctypes.addressof(memory)] if self._source.workspace else []
         flags = (ctypes.c_int32 * FLAGS)()
         space += [ctypes.addressof(flags)] if self._source.signals else []

@@ -11,6 +11,7 @@ says so in memory of the host, and the next launch on any device, which reads it
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -45,7 +46,10 @@ if TYPE_CHECKING:
 _EXTENSION = "cuda_launcher"
 _DRIVER = "libcuda.so.1"
 _TIMED = 4  # launches at once: one alone is hardly longer than the clock's step
-_BUSY = 1 << 28  # bytes to write before that
+_SHORT, _TIMED_SHORT = 2e-5, 16  # seconds of a launch that is short, and how many of those are timed at once
+_BUSY = 1 << 28  # bytes to write before that, once or more
+_BUSY_S = 5e-5  # seconds that this takes at least
+_MOST_BUSY = 40  # of these: a host that takes longer has waited for something else
 _GRANULE = 1 << 20  # workspaces grow in steps of this many bytes at least
 
 _COPIES = 90  # compute capability of GPUs with a copy engine for tensors, and with kernels that wait by themselves
@@ -255,15 +259,24 @@ class CudaTarget(BlockTarget):
         return torch.as_tensor(shared, device="cuda") if nbytes else torch.empty(0, dtype=torch.uint8)
 
     def seconds(self, run: Callable[[], object]) -> float:
+        found = self._seconds(run, _TIMED)
+        return self._seconds(run, _TIMED_SHORT) if found < _SHORT else found
+
+    def _seconds(self, run: Callable[[], object], times: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin = time.perf_counter()
+        run()
+        host = (time.perf_counter() - begin) * times
         # Keeps the device busy while the host launches: else the events are around the host's work.
-        self.empty(_BUSY, torch.device("cuda")).zero_()
+        memory = self.empty(_BUSY, torch.device("cuda"))
+        for _ in range(1 + min(int(host / _BUSY_S), _MOST_BUSY)):
+            memory.zero_()
         start.record()
-        for _ in range(_TIMED):
+        for _ in range(times):
             run()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3 / _TIMED
+        return start.elapsed_time(end) / 1e3 / times
 
     # ---- the launcher ----------------------------------------------------------------------------------
 

@@ -10,32 +10,35 @@ turns   programs take tile after tile, and the loop over these and the one over 
         (`flatten`): a tile's first pieces are on their way while the results of the one before are written
 shares  all steps of all tiles are divided equally. A program may begin within a tile's depth, and leaves that sum to
         the one that began the tile, which adds it to its own: always in the same order (shares.py)
+pieces  the depth of each tile is cut into pieces, each of which is a program's. All leave their sums in memory, and a
+        second launch adds them up and has what follows (pieces.py)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
 from flambeau.codegen.source import HOSTED
 from flambeau.ir.dtypes import FP8, DType, is_float
-from flambeau.ir.expr import Expr
+from flambeau.ir.expr import Expr, cost_of
 from flambeau.ir.index import Sym, as_index, ceildiv, unflat, volume
 from flambeau.ir.lines import joined
 from flambeau.ir.nodes import unscaled
 from flambeau.ir.program import ContractKernel, sites_of
-from flambeau.ir.tuning import BLOCKS, TILES, UNSCALED, WAYS, ProductTile, Scale, Way
+from flambeau.ir.tuning import BLOCKS, PIECES, TILES, UNSCALED, WAYS, ProductTile, Scale, Way
 
-from ..blocks import NARROWED, PartDraft, count_text, padded_read, width_of
+from ..blocks import PartDraft, count_text, padded_read, width_of
 from ..dialect import ROUGH, TRITON
-from .shares import SharedTiles
+from .pieces import PieceTiles
 from .tensor_maps import matrix, whole_line
 
-TALL = 64  # rows that tensor cores take at least on one side: on the other, eight are enough
 SMALL = frozenset((torch.bfloat16, torch.float16, torch.int8, *FP8))  # multiplied as they are, and summed in 32 bits
 REGISTERS = 160  # of a thread that sums may take
+WITH_FACTORS = 208  # and that sums and factors may take, where these come through registers
 
 
 def multiplied(factor: Expr) -> tuple[Expr, Expr | None]:
@@ -44,28 +47,48 @@ def multiplied(factor: Expr) -> tuple[Expr, Expr | None]:
     return (small, scale) if small.dtype in SMALL else (factor, None)
 
 
-class ContractBlocks(SharedTiles):
+@lru_cache(maxsize=256)
+def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsize: int, memory: float) -> list[Way]:
+    """Those with the least cost first, as far as the model does not tell them apart; where the `memory` takes the time,
+    the first alone. Of each tile one side for rows, and one number of pieces."""
+    found: dict[tuple[ProductTile, str], tuple[float, Way]] = {}
+    for way in ways:
+        rows, columns, *others = sizes if not way.turned else (sizes[1], sizes[0], *sizes[2:])
+        tile = replace(way.tile, wides=way.tile.wides * products)
+        for n in PIECES if way.how == "pieces" else (1,):
+            cost = Way(tile, way.how, n).cost((rows, columns * products, *others), itemsize)
+            if (way.tile, way.how) not in found or cost < found[way.tile, way.how][0]:
+                found[way.tile, way.how] = cost, replace(way, pieces=n)
+    costs = sorted(found.values(), key=lambda at: at[0])
+    least = costs[0][0] if costs else 0
+    at_most = least if least * 100 < memory * BLOCKS.near else least * BLOCKS.near / 100
+    return [way for cost, way in costs if cost <= at_most]
+
+
+def turned(k: ContractKernel) -> ContractKernel:
+    """The same with rows for columns."""
+    return replace(k, rows=k.columns, columns=k.rows, left=k.right, right=k.left,
+                   more=tuple(p._replace(left=p.right, right=p.left) for p in k.more),
+                   reductions=tuple(replace(r, rows=r.columns, columns=r.rows) for r in k.reductions))
+
+
+class ContractBlocks(PieceTiles):
     def __init__(self, k: ContractKernel, scale: Scale = UNSCALED) -> None:
         super().__init__(k.params, k.sizes, width_of(k, k.everything(), k.stores, k.batch, k.rows, k.columns, k.depth))
         self.sites = sites_of(k)
         self.d = ROUGH if all(self.dtypes[name].itemsize <= 2 for name, _ in k.stores) else TRITON
-        sizes = [k.about(volume(vars), 1024) for vars in (k.rows, k.columns, k.depth, k.batch)]
-        if self.is_turned(k, sizes):
-            sizes[:2] = sizes[1::-1]
-            k = replace(k, rows=k.columns, columns=k.rows, left=k.right, right=k.left,
-                        more=tuple(p._replace(left=p.right, right=p.left) for p in k.more),
-                        reductions=tuple(replace(r, rows=r.columns, columns=r.rows) for r in k.reductions))
-        self.k, self.wide_kind = k, k.left.dtype
         found = [multiplied(e) for e in k.factors()]
         kinds = {e.dtype for e, _ in found}
         self.kind: DType = found[0][0].dtype
         if (len(kinds) > 1 and not kinds <= FP8) or (k.more and any(scale is not None for _, scale in found)):
             found, self.kind = [(e, None) for e in k.factors()], k.left.dtype
-        sizes[1] *= len(k.products)
-        ways = [Way(t, how) for t in TILES for how in WAYS if self.fits(t, how)] or [
-            Way(min(TILES, key=lambda t: t.high * t.wide), "turns" if self.rows_in_parts else "once")]
-        ways.sort(key=lambda way: replace(way, tile=self.all_sums(way.tile)).cost(sizes, self.kind.itemsize))
-        self.t, self.how = (way := ways[min(scale.tile, len(ways) - 1)]).tile, way.how
+        self.k, self.forms = k, {False: k, True: turned(k)}
+        ways = self.ways()
+        self.way = ways[min(scale.tile, len(ways) - 1)]
+        self.k = k = self.forms[self.way.turned]
+        if self.way.turned:
+            found = [f for pair in zip(found[1::2], found[::2], strict=True) for f in pair]
+        self.t, self.how = self.way.tile, self.way.how
         self.deep = max(self.t.deep // self.kind.itemsize, 16)
         self.deep = min(self.deep, k.promoted or self.deep)
         self.step = Sym("step", ceildiv(volume(k.depth), as_index(self.deep)))
@@ -75,22 +98,59 @@ class ContractBlocks(SharedTiles):
         self.pairs = [(found[i][0], found[i + 1][0]) for i in range(0, len(found), 2)]
         self.sums = torch.int32 if self.kind is torch.int8 else k.left.dtype
 
-    @staticmethod
-    def is_turned(k: ContractKernel, sizes: Sequence[int]) -> bool:
-        """Whether columns take the side that needs more of them, or come in parts, as only rows do."""
-        if k.ragged is not None and k.ragged.along != "depth":
-            return k.ragged.along == "columns"
-        return sizes[0] < sizes[1] and sizes[0] <= TALL
+    def tiles(self) -> dict[str, list[ProductTile]]:
+        """Of each way: a program that has one tile alone needs no more memory than that one's depth takes."""
+        k = self.k
+        depth = k.about(volume(k.depth), 1024)
+        follows = [*(e for i in k.items for e in i.exprs), *(e for r in k.reductions for e in r.item.exprs)]
+        loose = not all(map(self.by_engine, k.factors()))
+        tiles = [replace(t, tail=cost_of(follows), loose=loose) for t in TILES]
+        cut = tiles if k.ragged is not None or k.promoted else [t.cut(depth, self.kind.itemsize) for t in tiles]
+        shared = [t for t in tiles if t.deep < depth * self.kind.itemsize]  # of one step there is nothing to divide
+        return {"once": cut, "turns": tiles, "shares": shared, "pieces": shared}
+
+    def by_engine(self, factor: Expr) -> bool:
+        """Whether the copy engine reads a factor, at sizes as those that were captured."""
+        e, k = multiplied(factor)[0], self.k
+        own = k.rows if set(k.rows) & e.symbols() else k.columns
+        sides: list[Sym] = []
+        for vars in (own, k.depth):
+            vars, (e,) = joined(vars, e)
+            sides += vars
+        read = e if e.op == "load" and not e.args else padded_read(e)
+        if read is None:
+            return False
+        found = matrix(read.attr[0], read.attr[1][0], (*k.batch, *self.of_part), sides, self.kind.itemsize)
+        return found is not None and all(k.about(as_index(s), 1) % 16 == 0 for s in found.even)
 
     def all_sums(self, t: ProductTile) -> ProductTile:
         """The tile with the columns of all products side by side: that is what its memory and its registers hold."""
         return replace(t, wides=t.wides * len(self.k.products))
 
+    def ways(self) -> list[Way]:
+        """Those that the clock is to choose from, the one with the least cost first; where memory takes the time, that
+        one alone. Of each tile one number of pieces, and one side for rows: that which comes in parts, or the one with
+        the lower cost."""
+        along = self.k.ragged.along if self.k.ragged is not None else "depth"
+        sizes = tuple(self.k.about(volume(vars), 1024)
+                      for vars in (self.k.rows, self.k.columns, self.k.depth, self.k.batch))
+        found: list[Way] = []
+        for turn in (True,) if along == "columns" else (False,) if along == "rows" else (False, True):
+            self.k = self.forms[turn]
+            tiles = self.tiles()
+            found += [Way(t, how, turned=turn) for how in WAYS for t in tiles[how] if self.fits(t, how)]
+        smallest = min(TILES, key=lambda t: t.high * t.wide)
+        rows, columns, depth, batch = sizes
+        moved = batch * ((rows + columns * len(self.k.products)) * depth * self.kind.itemsize
+                         + rows * columns * sum(self.dtypes[name].itemsize for name, _ in self.k.stores))
+        return ranked(tuple(found), sizes, len(self.k.products), self.kind.itemsize, moved / BLOCKS.cycle_bytes) or [
+            Way(smallest, "turns" if self.rows_in_parts else "once", turned=along == "columns")]
+
     def fits(self, t: ProductTile, how: str) -> bool:
         k, several = self.k, len(t.wides) * len(self.k.products) > 1
         if k.ragged is not None and how != ("turns" if self.rows_in_parts else "once"):
             return False
-        if how == "shares" and not k.shares:
+        if how == "shares" and not k.shares or how == "pieces" and k.reductions:
             return False
         if how == "turns" and several and not self.rows_in_parts:
             return False  # sums that begin anew in one loop are summed one instruction after the other
@@ -99,6 +159,7 @@ class ContractBlocks(SharedTiles):
         registers = t.high * t.wide // (BLOCKS.warp * t.warps)
         beside = factors + tile if how == "turns" else max(factors, tile)  # otherwise no factors are left by then
         fits = beside <= BLOCKS.shared_most - 1024 and registers <= REGISTERS
+        fits = fits and t.registers(self.kind.itemsize) <= WITH_FACTORS
         return fits and (not k.reductions or self.has_slots(t))
 
     def stepped(self, scale: Expr) -> Expr:
@@ -108,10 +169,13 @@ class ContractBlocks(SharedTiles):
 
     # ---- the tiles -------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        self.helpers = [HOSTED, "", ""]
+        self.scopes[0].lines += ["if HOSTED:", "  fl.wait()", "  fl.release()"]
+
     def render(self) -> PartDraft:
         k, t = self.k, self.t
-        self.helpers = [HOSTED, "", ""]
-        self.scopes[0].lines += ["if HOSTED:", "  fl.wait()"]
+        self.begin()
         sides = (k.rows, t.high), (k.columns, t.wide)
         high, wide = (count_text(volume(vars), side, self.index) for vars, side in sides)
         many, *others = (count_text(volume(vars), side, self.host) for vars, side in sides)
@@ -122,8 +186,12 @@ class ContractBlocks(SharedTiles):
         grid, workspace = " * ".join([many, *others, self.host(volume(k.batch))]), ""
         most = f"{self.all_sums(t).resident(self.kind.itemsize)} * units"
         if self.how == "once":
-            self.line("tile = tl.program_id(0)" + ("" if self.width is NARROWED else f".to({self.width.kind})"))
+            self.line(f"tile = {self.program}")
             loop = "if True:"
+        elif self.how == "pieces":
+            loop, sizes = "if True:", " * ".join(self.host(volume(vars)) for vars in (k.rows, k.columns, k.batch))
+            workspace = f"{self.sums.itemsize * self.pieces * len(k.products)} * {sizes}"
+            grid = self.begin_piece(grid)
         elif self.how == "turns":
             loop = f"for tile in tl.range(tl.program_id(0), {total}, tl.num_programs(0), flatten=True):"
             grid = f"min({grid}, {most})"
@@ -146,11 +214,12 @@ class ContractBlocks(SharedTiles):
                 self.leave_or_take([name for names in sums for name in names])
             with self.scope("if first == 0:" if self.how == "shares" else "if True:", footer=""):
                 for part, (at, size) in enumerate(self.column_parts()):
-                    self.finish([names[part] for names in sums], at, size)
+                    end = self.leave if self.how == "pieces" else self.finish
+                    end([names[part] for names in sums], at, size)
             if self.how == "shares":
                 self.line("at += last - first")
         return PartDraft(self, grid, t.warps, workspace, maps=tuple(self.maps.values()), waits=True,
-                         signals=self.how == "shares")
+                         signals=self.how == "shares", fills=self.how in ("shares", "pieces"))
 
     def column_parts(self) -> list[tuple[str, int]]:
         """Where each part of a tile's columns begins, and how many they are."""
@@ -167,7 +236,7 @@ class ContractBlocks(SharedTiles):
         begin, end, last = "0", self.index(depth) if depth.is_const else f"tl.maximum({self.index(depth)}, 1)", ""
         if self.depth_in_parts:
             begin, end, last = self.part_of_depth()
-        elif self.how == "shares":
+        elif self.how in ("shares", "pieces"):
             begin, end = f"first * {self.deep}", f"last * {self.deep}"
             self.line("tl.assume(last > first)")
         steps = f"tl.range({begin}, {end}, {self.deep}, num_stages={self.t.stages})"

@@ -1,0 +1,73 @@
+"""Sizes of blocks and their order, as texts show them: what fits a product, few reads, shared lines, and a softmax."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flambeau.capture.decompositions import table
+from flambeau.capture.graph import capture
+from flambeau.codegen.triton.dialect import CAPABILITIES
+from flambeau.codegen.triton.kernel import render
+from flambeau.ir.tuning import ProductTile
+from flambeau.schedule.plan import schedule
+
+
+def texts(fn: Callable[..., Any], *args: torch.Tensor, own: bool = False, mode: str = "fake") -> list[str]:
+    graph = make_fx(lambda *given: [fn(*given)], decomposition_table=table(False), tracing_mode=mode)(*args)
+    names = frozenset(n.name for n in graph.graph.nodes) if own else frozenset[str]()
+    captured = capture(graph, CAPABILITIES, frozenset(), own=names)
+    return [render(k, "k").text for k in schedule(captured.graph, CAPABILITIES).kernels]
+
+
+def test_a_tile_is_no_deeper_than_the_sum() -> None:
+    tile = ProductTile(128, (128,), 128, 4, 8)
+    cut = tile.cut(19, 2)
+    assert (cut.deep, cut.stages) == (64, 1)
+    assert tile.cut(3, 1).deep == 32, "tensor cores take so many bytes at least"
+    assert tile.cut(4096, 2) == tile
+
+
+def test_tiles_of_thin_products_are_thin() -> None:
+    x, w = torch.empty(133688, 19, dtype=torch.bfloat16), torch.empty(31, 19, dtype=torch.bfloat16)
+    text, = texts(lambda x, w: F.mish(x @ w.t()), x, w, own=True)
+    sides = re.search(r"tl\.zeros\(\[(\d+), (\d+)\]", text)
+    assert sides is not None and int(sides[2]) == 32
+
+
+def test_threads_that_read_little_have_several_points() -> None:
+    text, = texts(lambda x: x.repeat(1, 3), torch.empty(8000, 1088))
+    assert "tl.arange(0, 512)" in text and text.count("tl.load(") == 1
+
+
+def test_what_is_repeated_is_transposed_in_tiles() -> None:
+    x = torch.empty(8, 500, 112).transpose(1, 2)
+    text, = texts(lambda x: x.repeat_interleave(2, 2), x)
+    assert text.count("tl.arange(0, 32)") == 2
+
+
+def test_what_is_written_side_by_side_is_a_point_of_a_gather() -> None:
+    x = torch.empty(58, 65, 76, 1, 25).permute(3, 4, 2, 1, 0)
+    size = (138, 101, 58)
+    text, = texts(lambda x: F.interpolate(x, size, mode="trilinear", align_corners=False).contiguous(), x)
+    assert re.search(r"g3 = \(pid % 2\) \* 32 \+ tl\.arange", text)
+
+
+def test_lines_that_are_shared_come_one_after_the_other() -> None:
+    text = texts(lambda x, y: (x * y[:, None]).sum(), torch.empty(3000000, 23)[:, :7], torch.empty(3000000))[0]
+    assert re.search(r"= q\d+ % 7\n", text)
+
+
+def test_statistics_of_a_softmax_join_by_their_largest() -> None:
+    text, = texts(lambda x: F.softmax(x, 1), torch.empty(300, 40000))
+    assert "tl.reduce((" not in text and text.count("tl.reduce(") == 2
+
+
+def test_few_columns_leave_programs_for_a_gpu() -> None:
+    text, = texts(lambda x: F.softmax(x, 0), torch.empty(1984, 2607).t(), mode="symbolic")
+    assert "* 16 + tl.arange(0, 16)" in text
