@@ -62,6 +62,29 @@ def test_rows_that_registers_hold_a_part_of(width: int) -> None:
         agrees(f, x, compiled=compiled(f, dynamic=width == 4000))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on", [METAL, "opencl-points"])
+@pytest.mark.parametrize("shape", [(2, 40_001), (12_011, 5)])
+def test_values_that_registers_hold(shape: tuple[int, int], on: str, dtype: torch.dtype) -> None:
+    if on != METAL:
+        pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
+        import opencl_forms  # noqa: F401
+    a, b, c = (torch.randn(shape).to(dtype) for _ in range(3))
+    a[0, 0], b[1, -1] = torch.nan, torch.inf
+    axis = shape.index(max(shape))
+
+    def f(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        h = torch.where(a < 0.5, b * c, c) * a
+        h = h - h.amax(axis, True)
+        return h * (h * b).mean(axis, True) + h
+
+    right = f(*(x.double() for x in (a, b, c)))
+    own, eager = compiled(f, on, dynamic=axis == 1)(a, b, c), f(a, b, c)
+    assert own.isnan().equal(eager.isnan())
+    error, allowed = ((x.double() - right).nan_to_num(0, 0, 0).abs().amax(axis) for x in (own, eager))
+    assert (error <= 1.5 * allowed + 1e-5 * right.nan_to_num(0, 0, 0).abs().amax(axis)).all()
+
+
 @pytest.mark.parametrize("on", [METAL, "opencl-points"])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_segments(mode: str, on: str) -> None:

@@ -12,12 +12,12 @@ import torch
 from codegen.c.test_loops import softmax, sums, swapped
 from codegen.programs import graph_of
 from flambeau.bench.models import SUITE
-from flambeau.codegen.simt.cost import Cost, costs, program_costs
 from flambeau.codegen.simt.metal import SHAPE, Metal, capabilities
 from flambeau.ir import build
 from flambeau.ir.nodes import Value
 from flambeau.ir.program import Form, Kernel, Launch, LoopKernel, TableKernel
 from flambeau.schedule.plan import schedule
+from targets.kernel_costs import CACHE, Cost, costs, program_costs
 from targets.metal_costs import MOST, SERIAL, cliffs, models, programs
 
 MACHINE = capabilities("metal")
@@ -67,6 +67,22 @@ def test_rows_in_registers_are_read_once() -> None:
     kernel, = kernels(lambda x: [softmax(x, 1)], (2000, 5000))
     by_points, = costs(replace(kernel, form=Form("points"), scratch=frozenset()), Metal, SHAPE)
     assert by_points.passes == 3 and by_points.ratio == 2 and by_points.alone == 5000
+
+
+def test_values_take_fewer_registers_than_what_they_are_computed_from() -> None:
+    def shifted(a: Value, b: Value, c: Value) -> Value:
+        return build.pointwise(a.shape, lambda i: a.load(i) * b.load(i) + c.load(i))
+
+    def centred(a: Value, b: Value, c: Value) -> list[Value]:
+        h = shifted(a, b, c)
+        m = sums(h, [1])
+        return [build.pointwise(h.shape, lambda i: h.load(i) - m.load(i[:1]))]
+
+    whole, = (costs(k, Metal, SHAPE)[0] for k in kernels(centred, *[(2000, 30_000)] * 3))
+    assert whole.passes == 1 and whole.ratio == 1  # three reads of four bytes would leave room for a third of a row
+    long, = (costs(k, Metal, SHAPE)[0] for k in kernels(centred, *[(2000, 65_536)] * 3))
+    found = CACHE / (32 * 4 * 4 * 65_536)  # by each of 32 groups at once: three inputs and the result, backwards
+    assert abs(long.moved / long.must - (3 + 3 * (1 / 2 - found) + 1) / 4) < 1e-3
 
 
 def test_columns_are_shared() -> None:
@@ -149,6 +165,16 @@ def test_all_rows_that_lie_in_each_others_lines_come_side_by_side() -> None:
     assert isinstance(kernel, LoopKernel)
     points, = costs(replace(kernel, form=Form("points")), Metal, SHAPE)
     assert points.ratio < 1.1
+
+
+def test_rows_that_share_lines_at_places_that_are_computed_come_side_by_side() -> None:
+    def resized(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.interpolate(x, scale_factor=2.01, mode="linear")
+
+    x = torch.zeros(1, 300_000, 4).mT
+    (_, program), = programs("interpolate", lambda compile: compile(resized)(x))
+    (_, cost), = program_costs(program, Metal, SHAPE)
+    assert cost.ratio < 1.1
 
 
 def test_what_a_call_reads_has_to_be_written() -> None:

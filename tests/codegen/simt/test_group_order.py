@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from codegen.programs import graph_of
 from flambeau import pipeline
 from flambeau.codegen.simt import group_order
-from flambeau.codegen.simt.cost import costs
 from flambeau.codegen.simt.metal import SHAPE, Metal, capabilities
 from flambeau.config import config
 from flambeau.ir import build
 from flambeau.ir.tuning import POINTS
 from flambeau.schedule.plan import schedule
+from targets.kernel_costs import costs
 
 TARGETS = ("metal-emulator", "opencl-points")
 

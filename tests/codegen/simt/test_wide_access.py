@@ -48,7 +48,7 @@ def test_elements_side_by_side_are_one_access() -> None:
     rows = torch.randn(200, 130)
     assert "float4" in text(rows[:, :128].clone()) and "float2" in text(rows[:, :126])
     for apart in (torch.randn(200, 131)[:, :128], torch.randn(2 * N)[::2], torch.randn(100)):
-        assert "vload" not in text(apart)
+        assert "vstore" not in text(apart)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8], ids=str)
@@ -232,7 +232,7 @@ def test_scans_in_lines_parts_and_columns(reverse: bool) -> None:
 
     lines = [torch.randn(600), torch.randn(601), torch.randn(3, 604)[:, 1:601], torch.randn(2, 600).bfloat16()]
     b, results = each(lambda x: [running(x, len(x.shape) - 1, reverse)], lines, POINTS)
-    assert "vload" in "".join(b.texts)
+    assert "vstore" in "".join(b.texts)
     for x, (y,) in zip(lines, results, strict=True):
         rtol = 1e-5 if x.dtype is torch.float32 else 1e-2
         torch.testing.assert_close(y, exact(x, -1).to(x.dtype), rtol=rtol, atol=1e-4)

@@ -74,6 +74,7 @@ class SimtDialect(CLike):
     """The words; types, literals and conversions are those of any C-like language (`CLike`)."""
 
     stored: ClassVar[dict[DType, str]]  # types in memory
+    register_bytes: ClassVar[int] = 4  # of the smallest register
     local: ClassVar[str]  # before an array that the work-items of a group share
     barrier: ClassVar[str]  # a statement: all work-items of a group have come so far, and see what was written
     finished_reads: ClassVar[str]  # the same for what was read of the memory of all

@@ -45,6 +45,7 @@ class Metal(OpenCL):
     stored = {**types, torch.bool: "uchar"}
     unlikely = "{}"
     local = "threadgroup"
+    register_bytes = 2  # Apple GPUs divide their registers into halves
     barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
     finished_reads = "threadgroup_barrier(mem_flags::mem_device);"
     item, lane, group = "fl_item", "fl_lane", "fl_group"

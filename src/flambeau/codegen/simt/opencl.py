@@ -112,7 +112,9 @@ class OpenCL(SimtDialect):
         return f"vstore{lanes}({line}, 0, {array});"
 
     def write_line(self, kind: str, lanes: int, pointer: str, array: str, backward: bool) -> str:
-        return f"*((__global {kind}{lanes}*)({pointer})) = vload{lanes}(0, {array}){swizzle(lanes, backward)};"
+        # Not vload: of an array that lives across a barrier, PoCL gave wrong second elements (a softmax of 9 x 70).
+        elements = ", ".join(f"({array})[{lane}]" for lane in (range(lanes)[::-1] if backward else range(lanes)))
+        return f"*((__global {kind}{lanes}*)({pointer})) = ({kind}{lanes})({elements});"
 
     def part_of_word(self, dtype: DType, element: str, place: str, seen: str) -> PartOfWord:
         """An element of 8 or 16 bits in the word of 32 that `seen` holds."""

@@ -6,11 +6,11 @@ of a group is read once, whatever is done with it. Scans of rows are in `scans.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from flambeau.ir.dtypes import DType
-from flambeau.ir.expr import Expr, loads
+from flambeau.ir.expr import Expr, index_children, loads, walk
 from flambeau.ir.index import Sym, volume
 from flambeau.ir.nodes import Combine
 from flambeau.ir.program import Item, Kernel, LoopKernel, ScanKernel, exprs_of
@@ -31,6 +31,7 @@ class Rows(Several):
     """A group for each point of some variables, a row; its elements, as many as fit into registers at once."""
 
     wide = 1  # points that a group has side by side
+    returns = False  # whether it goes through a row from its end on: what was read last is in a cache
 
     def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
@@ -69,10 +70,16 @@ class Rows(Several):
     def stretches(self) -> Iterator[str]:
         """Where the elements of the work-items begin, from part to part of the row."""
         base = "0" if self.is_held() else self.fresh("base")
-        header = "{" if self.is_held() else \
-            f"for ({self.d.long} {base} = {self.begin()}; {base} < {self.end()}; {base} += {self.at_once()}) {{"
-        with self.scope(header):
+        with self.scope("{" if self.is_held() else self.loop_over_parts(base)):
             yield base
+
+    def loop_over_parts(self, base: str) -> str:
+        """The loop over the parts of a row: where each begins."""
+        first, end, step = self.begin(), self.end(), self.at_once()
+        if not self.returns:
+            return f"for ({self.d.long} {base} = {first}; {base} < {end}; {base} += {step}) {{"
+        last = f"{first} + ({end} - 1 - {first}) / {step} * {step}"
+        return f"for ({self.d.long} {base} = {last}; {base} >= {first} && {base} < {end}; {base} -= {step}) {{"
 
     @contextmanager
     def groups(self, vars: Sequence[Sym]) -> Iterator[Scope]:
@@ -95,6 +102,23 @@ class Rows(Several):
         return [self._arrays[key] for key in keys]
 
 
+def words(bytes: int) -> int:
+    """Registers of 32 bits that hold them."""
+    return max(-(-bytes // 4), 1)
+
+
+def outside(exprs: Sequence[Expr], known: Collection[Expr]) -> Iterator[Expr]:
+    """Some expressions and what they are computed from, as far as what is known; that, too."""
+    seen, stack = set[Expr](), [*reversed(exprs)]
+    while stack:
+        e = stack.pop()
+        if e not in seen:
+            seen.add(e)
+            yield e
+            if e not in known:
+                stack += [*index_children(e), *reversed(e.args)]
+
+
 class RowLoops(Rows, PointLoops):
     k: LoopKernel
     holding = False  # whether what is dealt with now is in registers
@@ -112,8 +136,15 @@ class RowLoops(Rows, PointLoops):
         # What all work-items read of a row, and one of them replaces: not before all have read it.
         self.read_too = {p.name for p in kernel.params if p.written and p.aliased} | {e.attr[0] for e in loads(*exprs)}
         self.held = self.to_hold()
-        kinds = [*(e.dtype for e in self.held), *(self.dtype_of[name] for name in kernel.scratch)]
-        self.divide(shape, max(sum(-(-kind.itemsize // 4) for kind in kinds), 1))
+        self.made: dict[Expr, str] = {}  # what is held besides, in arrays: values of the elements
+        scratch = sum(max(self.dtype_of[name].itemsize, self.d.register_bytes) for name in kernel.scratch)
+        taken = self.room(self.held) + scratch
+        self.divide(shape, words(taken))
+        if not self.is_held() and self.holds_a_part():
+            made, reads = self.to_make()
+            if (fewer := self.room([*made, *reads])) < taken:
+                self.made, self.held, self.again = dict.fromkeys(made, ""), reads, reads
+                self.divide(shape, words(fewer))
 
     def to_hold(self) -> list[Expr]:
         """What a row that fits into registers has read before anything is done with it. The others are read some at a
@@ -125,8 +156,41 @@ class RowLoops(Rows, PointLoops):
         self.again = [e for e in own if sum(e in reads for reads in stages) > 1]
         return [e for e in own if e in first or e in self.again]
 
+    def room(self, exprs: Iterable[Expr]) -> int:
+        """Bytes of registers that these values of an element take."""
+        return sum(max(e.dtype.itemsize, self.d.register_bytes) for e in exprs)
+
+    def to_make(self) -> tuple[list[Expr], list[Expr]]:
+        """What later stages want again of a row's elements: values, where one takes fewer registers than what it is
+        computed from, and reads."""
+        before, wanted = set[Expr](), dict[Expr, None]()
+        for stage in self.k.stages:
+            exprs = exprs_of(stage)
+            wanted.update(dict.fromkeys(e for e in outside(exprs, before) if e in before))
+            before |= self.of_elements(exprs)
+        made, reads = list[Expr](), dict[Expr, None]()
+        for e in wanted:
+            if self.room([e]) < self.room(own := [r for r in self.ahead([e]) if r in self.again]):
+                made.append(e)
+            else:
+                reads.update(dict.fromkeys(own))
+        return made, [*reads]
+
+    def of_elements(self, exprs: Sequence[Expr]) -> set[Expr]:
+        """What is computed from reads that can be held, and from nothing else that changes along a row."""
+        inner, reads = frozenset(self.flat), {*self.ahead(exprs)}
+        own, others = set[Expr](), set[Expr]()
+        for e in walk(*exprs):
+            below = (*index_children(e), *e.args)
+            if e.op in ("local", "fold", "carry") or any(x in others for x in below) or \
+                    e.op == "load" and e not in reads and e.attr[1][0].symbols() & inner:
+                others.add(e)
+            elif e in reads or any(x in own for x in below):
+                own.add(e)
+        return own
+
     def holds_a_part(self) -> bool:
-        return bool(self.again) and not self.k.scratch and self.k.bounds is None
+        return bool(self.again or self.made) and not self.k.scratch and self.k.bounds is None
 
     def begin(self) -> str:
         return str(self.at_once()) if self.holds_a_part() and not self.is_held() else super().begin()
@@ -141,10 +205,11 @@ class RowLoops(Rows, PointLoops):
         if not whole:
             self.held = self.again if self.holds_a_part() else []
         with self.groups(self.k.outer):
-            if self.held or whole:
+            if self.held or self.made or whole:
                 self.fetch(self.held, "0")
                 self.first_kept = {name: self.array(self.dtypes[name], "w") for name in self.full}
             self.first_fetched = dict(self.fetched)
+            self.made = {e: self.array(e.dtype, "m") for e in self.made}
             for stage in self.k.stages:
                 self.stage(stage)
 
@@ -157,11 +222,12 @@ class RowLoops(Rows, PointLoops):
     def walk(self, items: Sequence[Item], reductions: Sequence[Item], states: States) -> None:
         stored = [n for i in items if i.combine is None for n in i.names if n in self.full]
         # A work-item has the same points in every stage, so it may read back what it stored.
-        if self.held or self.is_held():
+        if self.held or self.made or self.is_held():
             self.fetched, self.kept, self.holding = dict(self.first_fetched), self.first_kept, True
             with self.scope("{"):
                 self.stretch(items, states, stored, "0")
             self.holding = False
+        self.returns = self.k.bounds is None and not reductions and items[0] not in self.k.stages[0]
         if not self.is_held():
             with self.stretches() as base:
                 self.fetched = {}
@@ -172,12 +238,17 @@ class RowLoops(Rows, PointLoops):
 
     def stretch(self, items: Sequence[Item], states: States, stored: Sequence[str], base: str) -> None:
         """A stage at the elements that work-items have at once."""
-        reads = [e for e in self.ahead(exprs_of(items)) if not (self.holding and e in self.held)]
+        every, known = exprs_of(items), {*self.first_fetched} if self.holding else set[Expr]()
+        reads = self.ahead([e for e in outside(every, known) if e.op == "load" and e not in known])
+        now = [e for e in outside(every, known) if self.holding and e in self.made and e not in known]
         for _ in self.in_parts(bool(reads) and self.holding):
             self.fetch(reads, base)
             with self.every() as self.current, self.element(self.current, base, "skip"):
+                for e in now:
+                    self.line(f"{self.made[e]}[{self.current}] = {self.value(e)};")
                 self.body(items, states)
             self.flush(stored, base)
+        self.first_fetched.update((e, self.made[e]) for e in now)
 
     def map_item(self, item: Item) -> None:
         name = item.names[0]
