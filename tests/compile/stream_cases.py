@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ import torch
 
 import flambeau
 import flambeau.debug
-from compile.stream_programs import CASES, Case, N, busy, check, here, recorded_cases, sides
+from compile.stream_programs import CASES, Case, N, busy, check, delayed, here, recorded_cases, sides
 from flambeau.config import config
 from flambeau.ir.program import Call, Copy, Launch, Record, Synchronize, Wait
 from flambeau.report.program import Explanation, summarise
-from flambeau.runtime import executor
+from flambeau.runtime import executor, watchers
+from flambeau.runtime.streams import overlap_choice
 from flambeau.targets.base import Recorder, Recording, get_target
 
 DEV = "flambeau"
@@ -239,7 +241,10 @@ class Again(Recording):
         self.run, self.inputs, self.results = run, inputs, run(list(inputs))
 
     def replay(self) -> None:
-        for old, new in zip(self.results, self.run(list(self.inputs)), strict=True):
+        results = self.run(list(self.inputs))
+        if any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in results):
+            torch.accelerator.synchronize()  # below, the host itself copies what was sent to it
+        for old, new in zip(self.results, results, strict=True):
             if isinstance(old, torch.Tensor) and old is not new:
                 old.copy_(new)
 
@@ -275,6 +280,70 @@ def test_what_is_recorded_is_on_streams_of_its_own() -> None:
         assert all(k < 0 for k in g.program.streams) and g.package.fence is not None
         assert g.package.graphs is not None and not g.package.graphs.obstacle
     assert forward.package.fence.numbers is not None and backward.package.fence.ticket is not None
+
+
+# ---- automatic ---------------------------------------------------------------------------------------------
+
+
+def branches(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x @ y).relu() @ x + (y @ x).tanh() @ y + (x @ x).sin() @ y
+
+
+def automatic(function: Callable[..., Any], *args: torch.Tensor, **options: Any) -> Any:
+    return torch.compile(function, backend="flambeau", options={"streams": "auto", **options})(*args)
+
+
+@pytest.mark.parametrize("several", [0, 1])
+def test_one_stream_or_several_have_the_same_bits(several: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap_choice, "choice", lambda *_: several)
+    x, y = matrices(True)
+    want = torch.autograd.grad(torch.compile(branches, backend="flambeau")(x, y).sum(), (x, y))
+    with flambeau.debug.collect() as graphs, delayed(DEV, random.Random(2), 0.3):
+        for _ in range(RUNS):
+            got = torch.autograd.grad(automatic(branches, x, y).sum(), (x, y))
+            assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, want, strict=True))
+    assert with_streams(graphs) and all(k < 0 for g in with_streams(graphs) for k in g.program.streams)
+
+
+@pytest.mark.parametrize("several", [0, 1])
+def test_what_was_faster_is_taken_from_then_on(several: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured: list[str] = []
+
+    def clock(plans: Any, target: Any, kernels: Any, args: list[Any]) -> str:
+        measured.append(f"{several} 1.0 1.0")
+        return measured[-1]
+
+    monkeypatch.setattr(overlap_choice, "measured", clock)
+    ran: list[str] = []
+
+    def watcher(part: watchers.Part, call: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any, **named: Any) -> Any:
+            ran.append(str(here().stream_id))
+            return call(*args, **named)
+
+        return told if part.where else call
+
+    x, y = matrices()
+    with config.override(cache_dir=tmp_path / "cache"):
+        for turn in range(3):  # other processes find it on disk
+            torch.compiler.reset()
+            monkeypatch.setattr(watchers, "WATCHERS", [watcher])
+            automatic(lambda x, y: branches(x, y) + several, x, y)
+            assert len(measured) == 1, turn
+    assert (len(set(ran)) > 1) == bool(several)
+
+
+def test_the_clock_runs_on_copies_that_lie_as_the_arguments_do(tmp_path: Path) -> None:
+    """Programs are made for strides: columns with gaps between them, rows that are one and the same."""
+    wide, row = torch.randn(64, 3 * 64, device=DEV) / 8, torch.randn(1, 64, device=DEV) / 8
+    x, y = wide[:, 1::3], row.expand(64, 64)
+    with config.override(cache_dir=tmp_path / "cache"):
+        got = automatic(branches, x, y)
+    torch.testing.assert_close(got.cpu(), branches(x.cpu(), y.cpu()), rtol=1e-4, atol=1e-4)
+    for t in (x, y):
+        made = overlap_choice.copied(t)
+        assert made.stride() == t.stride() and torch.equal(made.cpu(), t.cpu())
+        assert made.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
 
 
 # ---- what is not -------------------------------------------------------------------------------------------

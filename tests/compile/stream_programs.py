@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import sys
 import threading
@@ -18,11 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from flambeau.results_file import write_results
 from flambeau.runtime import watchers
 
 N = 64
@@ -196,6 +197,62 @@ def the_context_of_the_devices_module(device: str) -> Any:
         return a + x
 
     return f, [side]
+
+
+@case()
+def streams_and_events_of_the_devices_module(device: str) -> Any:
+    module = torch.get_device_module(device)
+    side, done = module.Stream(), module.Event()
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(module.current_stream())
+        with module.stream(side):
+            a = (x @ y).sin()
+            done.record()
+        b = y * 2
+        module.current_stream().wait_event(done)
+        return a + b
+
+    return f, [side]
+
+
+@case()
+def a_stream_from_outside(device: str) -> Any:
+    """Another library made it, and torch knows its handle alone."""
+    owner = torch.get_device_module(device).Stream()
+    side = torch.cuda.ExternalStream(owner.cuda_stream) if device == "cuda" else torch.Stream(
+        stream_id=owner.stream_id, device_index=owner.device_index, device_type=owner.device_type)
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(here())
+        with side:
+            a = (x @ y).exp()
+        here().wait_stream(side)
+        return a - y
+
+    f.owner = owner  # type: ignore[attr-defined]
+    return f, [side, owner]
+
+
+@case(fullgraph=False)
+def the_number_of_a_stream(device: str) -> Any:
+    """That of the call's stream, though Dynamo knows streams by a place in a table."""
+    pool = sides(device, 2) if device != "cuda" else [torch.cuda.Stream() for _ in range(2)]
+    turn = itertools.count()
+
+    def f(x: torch.Tensor, y: torch.Tensor, side: torch.Stream) -> torch.Tensor:
+        side.wait_stream(here())
+        with side:
+            a = x @ y
+        here().wait_stream(side)
+        return a + (side.cuda_stream if device == "cuda" else side.stream_id) % 1009  # type: ignore[attr-defined]
+
+    def called(g: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        k = next(turn) // 2  # eager and compiled in turns
+        return g(x, y, pool[k % 2])  # type: ignore[no-any-return]
+
+    f.called = called  # type: ignore[attr-defined]
+    return f, pool
 
 
 @case()
@@ -616,7 +673,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--only", default="")
-    parser.add_argument("--json", default="")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--shard", default="0/1", help="K/N: every N-th of them, from the K-th on")
     parser.add_argument("--seconds", type=float, default=1e9, help="for all of them")
     parser.add_argument("--recorded", action="store_true", help="with graphs=True as well")
@@ -625,7 +682,7 @@ def main() -> int:
         import flambeau
 
         flambeau.enable_device()
-    found: dict[str, Any] = {"torch": torch.__version__, "device": args.device, "cases": {}}
+    found: list[dict[str, Any]] = []
     start = time.time()
     first, every = map(int, args.shard.split("/"))
     for c in [*CASES, *(recorded_cases() if args.recorded else [])][first::every]:
@@ -637,12 +694,13 @@ def main() -> int:
             row: dict[str, Any] = {"runs": args.runs, "wrong": check(c, args.device, args.runs)}
         except Exception as error:
             row = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        found["cases"][c.name] = row | {"seconds": round(time.time() - began, 1)}
-        print(c.name, found["cases"][c.name], flush=True)
+        found.append({"name": c.name, **row, "seconds": round(time.time() - began, 1)})
+        print(found[-1], flush=True)
         if args.json:
-            with open(args.json, "w") as file:
-                json.dump(found, file, indent=1)
-    bad = [name for name, row in found["cases"].items() if row.get("wrong", 1)]
+            bad = [row["name"] for row in found if row.get("wrong", 1)]
+            summary = {"programs": len(found), "runs": sum(row.get("runs", 0) for row in found), "wrong": bad}
+            write_results(args.json, "streams", found, summary, args.device)
+    bad = [row["name"] for row in found if row.get("wrong", 1)]
     print("wrong:", bad or "none")
     return bool(bad)
 

@@ -12,6 +12,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.compile.cache_entry import codec
+from flambeau.native import build
 from flambeau.pipeline import Options, compiled
 from flambeau.runtime.launch_plan import operator_named
 from flambeau.runtime.operator_calls import EXTENSION, TENSOR, Prepared, Strided, by_schema, is_constant
@@ -138,3 +139,14 @@ def test_warnings_are_pythons(native: Any) -> None:
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="resized"):
             call(A, B.t(), torch.empty(3))
+
+
+def test_a_listener_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one whose operator is gone when the extension is built."""
+    built, heard = threading.Event(), list[object]()
+    monkeypatch.setattr(build, "load_native", lambda *args, **options: built.wait() and "module")
+    background = build.Background("name", "what", lambda module: None, 1, "without it")
+    background.tell(lambda module: [][0])
+    background.tell(heard.append)
+    built.set()
+    assert background.wait() == "module" and heard == ["module"]

@@ -18,11 +18,11 @@ from drawn import first_seed
 from flambeau.bench.models import SUITE
 from flambeau.codegen.source import called
 from flambeau.config import config
+from flambeau.ir.lines import reach
 from flambeau.ir.program import Program
 from flambeau.pipeline import Compiled
 from flambeau.runtime.executor import write
 from flambeau.runtime.launch_plan import Held, LaunchPlan
-from flambeau.runtime.memory_layout import reach
 from flambeau.runtime.plain_data import Malformed
 from flambeau.runtime.plain_program import from_plain, to_plain
 from flambeau.targets.base import get_target

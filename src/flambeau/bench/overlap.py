@@ -1,35 +1,59 @@
-"""Streams that nobody asked for by hand: steps side by side, and copies to the host, beside the same on one stream.
+"""Measures streams that nobody asked for by hand: a model's steps with `streams="auto"` beside one stream.
 
-    python -m flambeau.bench.overlap --device cuda --json results/overlap-h200.json
-    python -m flambeau.bench.overlap --device cuda --offload --json results/offload-h200.json
+    flambeau bench overlap --target cuda --json results/overlap-cuda.json
 
-Both are recorded (`graphs=True`), run in turns, and their results compared bit by bit before they are timed.
+Each model and mode is a part (`parts`), compiled once: it compiles while others do; the choice between one stream and
+several, and what follows, are alone on the machine. On CUDA both are recorded (`graphs=True`). Their results are
+compared bit by bit. `seconds` are of the device, which is kept busy while the host launches a step; `wall` are those of
+a clock, over steps in a row, which for a small model are those of the host.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flambeau.bench.harness import alternate, clock_of, geometric_mean, message, own_code
+from flambeau.bench.harness import alternate, clock_of, geometric_mean, wanted
 from flambeau.bench.models import DLRM, GPT, Inputs, ViT, class_loss, draw_clicks, draw_images, draw_tokens, token_loss
-from flambeau.bench.networks import NETWORKS
-from flambeau.debug import collect
+from flambeau.bench.parts import Talk, absorb, run, threads
+from flambeau.runtime import launch_plan
+from flambeau.runtime.launch_plan import LaunchPlan
+from flambeau.runtime.streams import overlap_choice
+from flambeau.targets.base import Run, Target
+from flambeau.torch_compat import cuda
 
 Config = dict[str, int]
+PREPARE = 0.6  # of the time: after that, nothing more is compiled
+WARM = 5  # steps: recordings are made in them
+BURST, ROUNDS = 0.01, (11, 60)  # seconds of steps in a row, which are one measurement; how many of those
+STEPS = 25  # of the device's times
+CLOCK = 2e9  # cycles a second of a GPU, about
 
 
-def ready() -> None:
-    """All is compiled, and what follows is timed."""
+@dataclass
+class OverlapRow:
+    """Seconds of a step, by kind: one, auto."""
+
+    name: str
+    mode: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    wall: dict[str, float] = field(default_factory=dict)
+    equal: bool | None = None  # bits of results and gradients
+    steady: bool | None = None  # whether two steps on one stream have the same bits
+    chosen: list[str] = field(default_factory=list)  # of each graph with a choice: which, and the seconds of both
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def gain(self, times: str = "seconds") -> float | None:
+        found: dict[str, float] = getattr(self, times)
+        return found["one"] / found["auto"] if {"one", "auto"} <= found.keys() else None
 
 
 class Mixed(nn.Module):
@@ -142,183 +166,119 @@ def built(name: str, device: str, mode: str, tiny: bool) -> tuple[nn.Module, Inp
     return model, inputs, loss
 
 
-def stepper(model: nn.Module, inputs: Inputs, loss: Any, mode: str, label: str, **options: Any) -> Callable[[], Any]:
-    def run(*given: Tensor) -> Any:
-        return model(*given)
+class Kinds:
+    """Programs on one stream and on several, of the same compiled graphs: `kind` says which of them calls run."""
 
-    made = torch.compile(own_code(run, label), backend="flambeau", options=options)
+    def __init__(self, talk: Talk) -> None:
+        self.talk, self.kind, self.mine = talk, "one", False
+        self.chosen: list[str] = []
+        self.time_both = overlap_choice.measured
+
+    def turn(self) -> None:
+        if not self.mine:
+            self.talk.turn()
+            self.mine = True
+
+    def measured(self, plans: tuple[LaunchPlan, LaunchPlan], target: Target, kernels: Mapping[str, Any],
+                 args: list[Any]) -> str:
+        """What compares them is alone on the machine."""
+        self.turn()
+        self.chosen.append(self.time_both(plans, target, kernels, args))
+        return self.chosen[-1]
+
+    def both(self, plan: LaunchPlan, beside: LaunchPlan, target: Target, kernels: Mapping[str, Any],
+             function: Hashable) -> Run:
+        runs = {"one": plan.bound(kernels, ("one", function)),
+                "auto": overlap_choice.chosen(plan, beside, target, kernels, function)}
+        return lambda args: runs[self.kind](args)
+
+
+def stepper(kinds: Kinds, kind: str, run: Callable[..., Any], model: nn.Module, inputs: Inputs, loss: Any, mode: str
+            ) -> Callable[[], list[Tensor]]:
     *given, target = inputs
 
     def step() -> list[Tensor]:
+        kinds.kind = kind
         if mode == "infer":
             with torch.no_grad():
-                return [made(*given)]
+                return [run(*given)]
         model.zero_grad(set_to_none=True)
-        found = loss(made(*given), target)
+        found = loss(run(*given), target)
         found.backward()
         return [found.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
     return step
 
 
-def compare(name: str, mode: str, device: str, tiny: bool, seconds: float, graphs: bool = True) -> dict[str, Any]:
-    """One stream and several, of one model."""
-    model, inputs, loss = built(name, device, mode, tiny)
-    steps = {label: stepper(model, inputs, loss, mode, f"{name} {label}", graphs=graphs, **options)
-             for label, options in (("one", {}), ("auto", {"streams": "auto"}))}
-    found: dict[str, list[Tensor]] = {}
-    for label, step in steps.items():
-        for _ in range(5):
-            last = step()
-        found[label] = [t.clone() for t in last]
-    row: dict[str, Any] = {"model": name, "mode": mode}
-    # Of sums in no fixed order (gradients of embedding bags), two runs of one program differ.
-    row["steady"] = all(torch.equal(a, b) for a, b in zip(found["one"], steps["one"](), strict=True))
-    row["equal"] = all(torch.equal(a, b) for a, b in zip(found["one"], found["auto"], strict=True))
-    del found
-    if not seconds:
-        return row
-    ready()
-    times = alternate(steps, seconds, (11, 60), 3, clock_of(device), burst=0.01)
-    row |= {label: statistics.median(t) for label, t in times.items()}
-    return row | {"gain": row["one"] / row["auto"]}
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------
-
-
-def offload_steps(size: str, device: str, wishes: list[Any], dtype: torch.dtype, graphs: bool, regions: bool,
-                  seconds: float, numerics: str, told: Callable[[list[dict[str, Any]]], None]) -> None:
-    """A training step of LM 24 that keeps all, and with so much less: peak memory, time, bits of loss and gradients."""
-    network = NETWORKS["lm24"].build(size, device=device, dtype=dtype)
-    model, inputs = network.module, network.make_inputs()
-    there = sum(t.numel() * t.itemsize for t in (*model.parameters(), *inputs))
-    rows: list[dict[str, Any]] = []
-    steps: dict[str, Callable[[], Any]] = {}
-    reference: list[Tensor] = []
-    for wish in [None, *wishes]:
-        row: dict[str, Any] = {"offload": wish, "dtype": str(dtype), "graphs": graphs, "regions": regions,
-                               "numerics": numerics}
-        try:
-            step = training_step(model, inputs, network.loss, f"offload {wish}", offload=wish, graphs=graphs,
-                                 regions=regions, numerics=numerics, contractions="library")
-            begin = time.perf_counter()
-            with collect() as found:
-                last, used = peak_of(step, model, device, graphs)
-            row["first_s"], row["peak"] = time.perf_counter() - begin, used + there
-            row["notes"] = [note for g in found for note in g.program.notes if "MiB" in note][:12]
-            reference = reference or [t.cpu() for t in last]
-            row["equal"] = all(torch.equal(a.cpu(), b) for a, b in zip(last, reference, strict=True))
-            row["differ"] = max(float((a.cpu().double() - b.double()).abs().max() / b.double().abs().max())
-                                for a, b in zip(last, reference, strict=True))
-            row["less"] = 1 - row["peak"] / (rows or [row])[0]["peak"]
-            del last
-            steps[str(wish)] = step
-        except Exception as error:
-            row["error"] = message(error)
-        rows.append(row)
-        print(row, flush=True)
-        told(rows)
-    ready()
-    for row in rows[1:]:
-        if seconds and str(row["offload"]) in steps:
-            both = {"keep": steps["None"], "seconds": steps[str(row["offload"])]}
-            times = alternate(both, seconds, (7, 40), 1, clock_of(device))
-            row |= {label: statistics.median(t) for label, t in times.items()}
-            row["slower"] = row["seconds"] / row["keep"] - 1
-            print(row, flush=True)
-            told(rows)
-
-
-def training_step(model: nn.Module, inputs: Inputs, loss: Any, label: str, **options: Any) -> Callable[[], Any]:
-    """The loss is part of what is compiled."""
-    def run(*given: Tensor) -> Tensor:
-        *args, target = given
-        return loss(model(*args), target)
-
-    made = torch.compile(own_code(run, label), backend="flambeau", options=options)
-
-    def step() -> list[Tensor]:
-        model.zero_grad(set_to_none=True)
-        found = made(*inputs)
-        found.backward()
-        return [found.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-    return step
-
-
-def peak_of(step: Callable[[], Any], model: nn.Module, device: str, graphs: bool) -> tuple[list[Tensor], int]:
-    """The results of a step, and the bytes that it takes beyond what is there. A recording's memory stays reserved."""
-    module = torch.get_device_module(device)
-
-    def settle() -> None:
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        torch.accelerator.synchronize()
-        if graphs:
-            module.empty_cache()
-
-    settle()
-    reserved = module.memory_reserved() if graphs else 0
-    for _ in range(5):
-        last = step()
-    last = [t.cpu() for t in last]
-    settle()
-    if graphs:
-        return last, module.memory_reserved() - reserved
-    module.reset_peak_memory_stats()
-    before = module.memory_allocated()
-    step()
-    torch.accelerator.synchronize()
-    return last, module.max_memory_allocated() - before
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--modes", default="infer,train")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for one comparison")
-    parser.add_argument("--offload", action="store_true")
-    parser.add_argument("--wishes", default="0.1,0.3,0.6")
-    parser.add_argument("--regions", type=int, default=0, help="with --offload")
-    parser.add_argument("--numerics", default="fast", help="with --offload")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--graphs", type=int, default=1)
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
-    if args.device == "flambeau":
+def part(talk: Talk, name: str, mode: str, device: str, tiny: bool, seconds: float) -> None:
+    """In a process of its own."""
+    if device == "flambeau":
         from flambeau.device.enable import enable_device
 
         enable_device()
-    rows: list[dict[str, Any]] = []
-    kind: torch.dtype = getattr(torch, args.dtype)
-    if args.offload:
-        offload_steps("tiny" if args.tiny else "large", args.device, [float(w) for w in args.wishes.split(",")], kind,
-                      bool(args.graphs), bool(args.regions), args.seconds, args.numerics,
-                      lambda rows: write(args.json, rows))
-        return
-    for name in [n for n in MODELS if args.only in n]:
-        for mode in args.modes.split(","):
-            torch.compiler.reset()
-            try:
-                rows.append(compare(name, mode, args.device, args.tiny, args.seconds, bool(args.graphs)))
-            except Exception as error:
-                rows.append({"model": name, "mode": mode, "error": message(error)})
-            print(rows[-1], flush=True)
-            write(args.json, rows)
-    gains = [row["gain"] for row in rows if "gain" in row]
-    if gains:
-        print(f"gain {geometric_mean(gains):.3f}, least {min(gains):.3f}")
-    write(args.json, rows)
+    model, inputs, loss = built(name, device, mode, tiny)
+
+    def call(*given: Tensor) -> Any:
+        return model(*given)
+
+    compiled = torch.compile(call, backend="flambeau", options={"graphs": device == "cuda", "streams": "auto"})
+    kinds = Kinds(talk)
+    launch_plan.chosen, overlap_choice.measured = kinds.both, kinds.measured
+    steps = {kind: stepper(kinds, kind, compiled, model, inputs, loss, mode) for kind in ("one", "auto")}
+    found: dict[str, list[Tensor]] = {}
+    for kind, step in steps.items():
+        for _ in range(WARM):
+            step()
+        found[kind] = [t.clone() for t in step()]  # a recording rests while somebody holds its results
+    kinds.turn()
+    # Of sums in no fixed order (gradients of embedding bags), two runs of one program differ.
+    talk.tell(steady=all(map(torch.equal, found["one"], steps["one"]())),
+              equal=all(map(torch.equal, found["one"], found["auto"])), chosen=kinds.chosen)
+    del found
+    times = alternate(steps, seconds, ROUNDS, 3, clock_of(device), burst=BURST)
+    wall = {kind: statistics.median(t) for kind, t in times.items()}
+    talk.tell(wall=wall, seconds=device_seconds(steps) if device == "cuda" else wall)
 
 
-def write(path: str, rows: list[dict[str, Any]]) -> None:
-    if path:
-        with open(path, "w") as file:
-            json.dump({"torch": torch.__version__, "rows": rows}, file, indent=1)
+def device_seconds(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """In turns. Before each step the device waits for as long as the host takes to launch it."""
+    found: dict[str, list[float]] = {label: [] for label in steps}
+    host = 0.0
+    for step in steps.values():
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        host = max(host, time.perf_counter() - begin)
+    for _ in range(STEPS):
+        for label, step in steps.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cuda.sleep(int((2 * host + 1e-4) * CLOCK))
+            start.record()
+            step()
+            end.record()
+            end.synchronize()
+            found[label].append(start.elapsed_time(end) / 1e3)
+    return {label: statistics.median(times) for label, times in found.items()}
 
 
-if __name__ == "__main__":
-    main()
+def measure(device: str, tiny: bool, modes: Sequence[str], only: str | None, jobs: int, limit: float,
+            beside: Path | None = None) -> Iterator[list[OverlapRow]]:
+    """The rows, again and again as there is more in them. `limit`: seconds for all of it."""
+    rows = {label: OverlapRow(name, mode) for mode in modes for name in MODELS
+            if wanted(label := f"{name} {mode}", only)}
+    seconds = min(1.0, limit * (1 - PREPARE) / max(len(rows), 1) / 4)
+    parts = {label: {"name": row.name, "mode": row.mode, "device": device, "tiny": tiny, "seconds": seconds}
+             for label, row in rows.items()}
+    for label, told in run("flambeau.bench.overlap", parts, jobs, limit, limit * PREPARE, threads(jobs), beside):
+        absorb(rows[label], told)
+        yield list(rows.values())
+
+
+def summarise(rows: Sequence[OverlapRow]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for times in ("seconds", "wall"):
+        gains = [g for row in rows if (g := row.gain(times)) is not None]
+        if gains:
+            out[f"gain by {times}"], out[f"least by {times}"] = geometric_mean(gains), min(gains)
+    out["other bits"] = [f"{row.name} {row.mode}" for row in rows if row.equal is False and row.steady]
+    return out

@@ -4,11 +4,13 @@
 
 A process calls `part(talk, **arguments)` of the module. There, `talk.tell` sends a dictionary, and `talk.turn` waits
 until nothing else runs on the machine. After `prepare` seconds nothing more is compiled, and after `limit` all of it is
-over. Whatever becomes of a process, what it told before stands.
+over. Whatever becomes of a process, what it told before stands. Commands that are given the same folder (`beside`)
+prepare at the same time: none is measured before all have prepared, and they are measured one after the other.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
@@ -121,9 +123,11 @@ class Process:
 
 
 def run(module: str, parts: Mapping[str, Mapping[str, Any]], jobs: int, limit: float, prepare: float,
-        environment: Mapping[str, str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        environment: Mapping[str, str] | None = None, beside: Path | None = None
+        ) -> Iterator[tuple[str, dict[str, Any]]]:
     """What each part tells, as it comes. `jobs` parts prepare at once, in the order in which they are given."""
     start, events = time.time(), queue.Queue[tuple[Process, str, Any]]()
+    others = Beside(beside)
     waiting, preparing, ready = list(parts), list[Process](), list[Process]()
     with tempfile.TemporaryDirectory(prefix="flambeau-bench-", ignore_cleanup_errors=True) as caches:
         try:
@@ -148,6 +152,7 @@ def run(module: str, parts: Mapping[str, Mapping[str, Any]], jobs: int, limit: f
                 if kind == END:
                     ready.remove(process)
                     yield from last_words(process, told)
+            others.wait(start + limit)
             while ready:
                 mine, left = ready[0], start + limit - time.time()
                 until = time.time() + min(2 * left / len(ready), left)  # twice its share, as most need less
@@ -169,6 +174,33 @@ def run(module: str, parts: Mapping[str, Mapping[str, Any]], jobs: int, limit: f
         finally:
             for process in [*preparing, *ready]:
                 process.stop()
+            others.leave()
+
+
+class Beside:
+    """Other commands that prepare at the same time, as files in a folder."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.mine = folder / f"{os.getpid()}.preparing"
+            self.mine.touch()
+            self.lock = (folder / "lock").open("w")
+
+    def wait(self, until: float) -> None:
+        """Until all have prepared, and no other is measured."""
+        if self.folder is None:
+            return
+        self.mine.unlink(missing_ok=True)
+        while any(self.folder.glob("*.preparing")) and time.time() < until:
+            time.sleep(0.1)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+
+    def leave(self) -> None:
+        if self.folder is not None:
+            self.mine.unlink(missing_ok=True)
+            self.lock.close()
 
 
 def received(events: queue.Queue[tuple[Process, str, Any]], until: float) -> tuple[Process | None, str, Any]:

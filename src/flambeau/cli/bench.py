@@ -36,10 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "device: operators of torch.device('flambeau') beside a copy; device-steps: training steps there; "
         "cliffs: random cases of all families, and the worst of them; "
         "contractions: matrix products with fused operators, FP8, attention and experts; "
-        "packages: steps and load times of packages beside AOTInductor and ONNX Runtime; "
+        "packages: steps, calls and load times of packages beside AOTInductor and ONNX Runtime; "
+        "package-results: whether packages have the compiler's bits in a process that has no compiler; "
+        "overlap: steps with streams=auto beside one stream; offload: memory and time of steps that keep less; "
         "or a package file: percentiles of its calls, and calls per second by number of threads")
     add("--only", metavar="NAME", help="cases whose name (or family) contains NAME")
-    add("--target", choices=("cpu", "cuda"), default="cpu", help="where to measure")
+    add("--target", choices=("cpu", "cuda", "opencl"), default="cpu", help="where to measure (opencl: package-results)")
     add("--backends", metavar="LIST",
         help="separated by commas (default: eager,inductor,flambeau; for floors also flaggems, if installed); "
         "options follow a colon: flambeau:numerics=fast; for floors also accelerate: eager calls with our kernels")
@@ -47,8 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=output, metavar="FILE", help="write measurements and machine as JSON")
     add("--limit", type=float, metavar="SECONDS",
         help="time to measure one case; floors: the most that one backend may take for a case; "
-        "compiled, numerics, cliffs and contractions: time for everything")
-    add("--jobs", type=int, metavar="N", help="number of processes (default: half of the cores for compiled, else all)")
+        "compiled, numerics, cliffs, contractions, overlap and offload: time for everything")
+    add("--jobs", type=int, metavar="N", help="number of processes (default: half of the cores for compiled and "
+        "package-results, one for packages, else all)")
+    add("--beside", type=Path, metavar="FOLDER", help="overlap and offload: commands with the same folder compile at "
+        "the same time, and are measured one after the other")
     add("--seed", type=int, metavar="N",
         help="numerics, cliffs, contractions: seed of the first case (default: 0; contractions: random)")
     add("--cases", type=int, default=100, metavar="N", help="cliffs: number of cases")
@@ -86,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
 
         if not torch.cuda.is_available():
             raise UnsupportedError("torch finds no CUDA device", hint="run flambeau doctor, or use --target cpu")
+    if args.target == "opencl" and args.what != "package-results":
+        raise OptionError(f"{args.what} are not measured on OpenCL", hint="use --target cpu or cuda")
     what = "floors" if args.what == "ops" and (args.target, args.sizes) != ("cpu", "full") else args.what
     what = what if what in KINDS else "package"
     backends = args.backends or DEFAULTS.get(what, "eager,inductor,flambeau")
@@ -206,12 +213,12 @@ def numerics(args: argparse.Namespace, backends: Sequence[str], console: Console
 
 
 def device(args: argparse.Namespace, backends: Sequence[str], console: Console) -> Measured:
-    from flambeau.bench import harness, streams
+    from flambeau.bench import device_operators, harness
     from flambeau.device.torch_module import get_device_name
 
-    size = args.sizes if args.sizes in streams.SIDES else "full"
-    rows = streams.measure(args.only, size, lambda cases: harness.progress(cases, "device", console))
-    return growing(rows, "Operators", lambda rows: {"device": get_device_name(0), "side": streams.SIDES[size]})
+    size = args.sizes if args.sizes in device_operators.SIDES else "full"
+    rows = device_operators.measure(args.only, size, lambda cases: harness.progress(cases, "device", console))
+    return growing(rows, "Operators", lambda rows: {"device": get_device_name(0), "side": device_operators.SIDES[size]})
 
 
 def device_steps(args: argparse.Namespace, backends: Sequence[str], console: Console) -> Measured:
@@ -254,14 +261,44 @@ def packages(args: argparse.Namespace, backends: Sequence[str], console: Console
     from flambeau.bench import harness
     from flambeau.bench import packages as bench
 
-    def rows() -> Iterator[harness.Row]:
-        names = harness.progress(matching(args.only), "packages", console)
-        yield from bench.measure(list(names), args.size or "small", backends, args.limit or MODEL_SECONDS)
-        if not args.only:
-            yield bench.measure_call(backends)
-            yield bench.measure_load()
+    names = [name for name in bench.NAMES if harness.wanted(name, args.only)]
+    rows = bench.measure(names, args.size or "small", backends, args.limit or MODEL_SECONDS, args.jobs or 1)
+    return growing(rows, "Packages", bench.ratios)
 
-    return growing(rows(), "Packages", bench.ratios)
+
+def package_results(args: argparse.Namespace, backends: Sequence[str], console: Console) -> Measured:
+    from flambeau.bench import harness
+    from flambeau.bench.package_bits import cases, measure_bits
+
+    size = args.size or "tiny"
+    names = [name for name in cases(size) if harness.wanted(name, args.only)]
+    jobs = args.jobs or max(1, (os.cpu_count() or 1) // 2)
+    return growing(measure_bits(names, size, args.target, jobs), f"Packages, {args.target}", lambda rows: {})
+
+
+def overlap(args: argparse.Namespace, backends: Sequence[str], console: Console) -> Measured:
+    from flambeau.bench import overlap as bench
+
+    device, tiny = subject_device(args)
+    jobs = args.jobs or max(1, (os.cpu_count() or 1) - 1)
+    for rows in bench.measure(device, tiny, args.modes, args.only, jobs, args.limit or ALL_SECONDS,
+                              args.beside):
+        yield rows, "Streams", bench.summarise(rows)
+
+
+def offload(args: argparse.Namespace, backends: Sequence[str], console: Console) -> Measured:
+    from flambeau.bench import offload as bench
+
+    device, tiny = subject_device(args)
+    jobs = args.jobs or (6 if device == "cuda" else 1)
+    for rows in bench.measure(device, "tiny" if tiny else "large", args.only, jobs, args.limit or ALL_SECONDS,
+                              args.beside):
+        yield rows, "Offloading", bench.summarise(rows)
+
+
+def subject_device(args: argparse.Namespace) -> tuple[str, bool]:
+    """Where there are streams; and whether sizes are those of tests."""
+    return ("cuda", args.size == "tiny") if args.target == "cuda" else ("flambeau", True)
 
 
 def package(args: argparse.Namespace, backends: Sequence[str], console: Console) -> Measured:
@@ -283,4 +320,5 @@ def matching(only: str | None) -> list[str]:
 KINDS: dict[str, Callable[[argparse.Namespace, Sequence[str], Console], Measured]] = {
     "models": models, "ops": ops, "floors": floors, "compile": compile_times, "optimizers": optimizers,
     "compiled": compiled, "numerics": numerics, "device": device, "device-steps": device_steps, "cliffs": cliffs,
-    "contractions": contractions, "packages": packages}
+    "contractions": contractions, "packages": packages, "package-results": package_results, "overlap": overlap,
+    "offload": offload}

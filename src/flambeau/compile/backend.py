@@ -39,15 +39,16 @@ from .regions.pieces import in_pieces
 from .subgraphs import calls_subgraphs, written_out
 from .user_streams import ORDERS, compiled_with_streams, refuse_writes_behind, take_streams
 
-# Name: allowed values (None: checked by `get_target`), and a description.
-OPTIONS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
+# Name: allowed values, or words for those that a function checks, and a description.
+OPTIONS: dict[str, tuple[tuple[Any, ...] | str, str]] = {
     "numerics": (("fast", "eager"), "fast: keep more precision inside fused kernels; eager: equal eager bit for bit"),
-    "target": (None, "the target that runs the graphs, instead of that of their device"),
+    "target": ("a target's name", "the target that runs the graphs, instead of that of their device"),
     "regions": ((True, False), "compile repeated parts of a graph once"),
     "graphs": ((False, True), "record CUDA graphs after a warm-up and replay them (NVIDIA GPUs)"),
     "streams": ((None, "auto"), "auto: run independent steps at the same time on several streams, if that is faster"),
-    "offload": (None, "how much less device memory saved activations may take: a size (\"4GiB\"), a share (0.3), or "
-                      "\"auto\" for what the device lacks; they go to host memory or are recomputed"),
+    "offload": ("`'4GiB'`, `0.3` or `'auto'`",
+                "how much less device memory saved activations may take: a size, a share of the peak, or what the "
+                "device lacks; they go to host memory or are recomputed"),
     "contractions": (("choose", "library", "own"), "matrix products and attention: the faster kernel, the library's, "
                                                    "or our own with later operators fused into it (NVIDIA GPUs)"),
     "search": ((False, True), "time block shapes at the first call, and store the fastest on disk (NVIDIA GPUs)"),
@@ -69,7 +70,7 @@ def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str,
         allowed, _ = OPTIONS[name]
         if name == "offload":
             check_wish(value)
-        if allowed is not None and value not in allowed:
+        if not isinstance(allowed, str) and value not in allowed:
             raise OptionError(f"option {name} is {value!r}, expected {' or '.join(map(repr, allowed))}")
         out[name] = value
     if mode not in MODES:
@@ -140,7 +141,8 @@ def compile_dynamo_graph(
     target = target_of(common_device(example_inputs), settings["target"])
     if target is not None and not wants_bits(settings["numerics"]) and ORDERS not in gm.meta:
         gm = channels_last(gm, target)
-    whole = ORDERS in gm.meta or isinstance(settings["offload"], str)  # bytes are of all, not of a piece
+    # Bytes are of all, not of a piece; and so are the steps that may run side by side.
+    whole = ORDERS in gm.meta or isinstance(settings["offload"], str) or settings["streams"] == "auto"
     if settings.pop("regions") and not whole:
         found = cut(gm, example_inputs)
         for observe in OBSERVERS:

@@ -77,13 +77,32 @@ class Machine:
     def time(self, n: fx.Node) -> float:
         if n.op != "call_function" or not isinstance(n.target, OpOverload) or facts(n.target).view:
             return 0.0
-        made = sum(map(size_of, flat(n.meta.get("val"))))
-        if n.target.overloadpacket not in flop_registry:  # most of them are fused, with what makes their arguments
-            return made / self.tuning.memory_rate
-        read = sum(size_of(t) for a in n.all_input_nodes for t in flat(a.meta.get("val")))
+        made = sum(map(size_of, flat(n.meta.get("val")))) if is_stored(n) else 0
+        read = sum(size_of(t) for a in n.all_input_nodes if is_stored(a) for t in flat(a.meta.get("val")))
+        if not is_product(n):
+            return (made + read) / self.tuning.memory_rate
         wide = max((t.itemsize for t in flat(n.meta.get("val")) if isinstance(t, torch.Tensor)), default=2) > 2
         rate = self.tuning.product_rate / (8 if wide else 1)
         return self.tuning.launch_recorded + max((made + read) / self.tuning.memory_rate, operations(n) / rate)
+
+
+def is_product(n: fx.Node) -> bool:
+    return isinstance(n.target, OpOverload) and n.target.overloadpacket in flop_registry
+
+
+def is_stored(n: fx.Node) -> bool:
+    """Whether a kernel writes it to memory: a product does, and what products and callers read. All else is fused."""
+    if n.op == "placeholder" or is_product(n):
+        return True
+    if n.target is operator.getitem or is_view(n):
+        return is_stored(n.all_input_nodes[0])
+    return any(u.op == "output" or is_product(u) or ((is_view(u) or u.target is operator.getitem) and read_whole(u))
+               for u in n.users)
+
+
+def read_whole(n: fx.Node) -> bool:
+    """Whether a product or a caller reads a view."""
+    return any(u.op == "output" or is_product(u) or (is_view(u) and read_whole(u)) for u in n.users)
 
 
 def size_of(t: Any) -> int:

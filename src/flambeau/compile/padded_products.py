@@ -72,7 +72,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Product:
+class PaddedProduct:
     """(c +) a @ b with rows, depth and columns that are larger by `more`."""
 
     node: fx.Node
@@ -110,7 +110,7 @@ class Product:
 # ---- what is there ---------------------------------------------------------------------------------------
 
 
-def product_of(n: fx.Node, tuning: Tuning) -> Product | None:
+def product_of(n: fx.Node, tuning: Tuning) -> PaddedProduct | None:
     """None where all lines are whole, where nobody knows before the run, or where lines do not matter."""
     place: int = facts(n.target).factors  # type: ignore[assignment]
     a, b = (x.meta["val"] for x in n.args[place:place + 2])  # type: ignore[union-attr]
@@ -127,7 +127,7 @@ def product_of(n: fx.Node, tuning: Tuning) -> Product | None:
     if not any(more) or len(results) > 1:  # views of one result, which share memory
         return None
     pads = [*[(rows, columns)] * place, (rows, depth), (depth, columns)]
-    return Product(n, tuple(map(hint, sizes)), more, tuple(  # type: ignore[arg-type]
+    return PaddedProduct(n, tuple(map(hint, sizes)), more, tuple(  # type: ignore[arg-type]
         matrix(x, p) for x, p in zip(n.args, pads, strict=False)))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from flambeau.capture.eager_strides import settle_strides, share_memory
+from flambeau.capture.eager_strides import layout, settle_strides, share_memory
 from flambeau.capture.stream_turns import mark_of
 from flambeau.ir.tuning import Tuning
 from flambeau.ops.facts import LOWERINGS, facts
@@ -80,9 +80,11 @@ def take_apart(graph: fx.Graph) -> None:
         if rule is not None and n.meta["val"].dim() and all(m != 0 for m in n.meta["val"].shape):
             with graph.inserting_before(n):
                 made = rule(call, *n.args, **n.kwargs)
-            made.meta["val"] = n.meta["val"]  # its strides
-            n.replace_all_uses_with(made)
-            graph.erase_node(n)
+                if layout(made.meta["val"]) != layout(n.meta["val"]):
+                    made = call(torch.ops.aten.clone.default, made, memory_format=torch.contiguous_format)
+            if layout(made.meta["val"]) == layout(n.meta["val"]):
+                n.replace_all_uses_with(made)
+                graph.erase_node(n)
 
 
 def keep_less(graph: fx.Graph) -> None:

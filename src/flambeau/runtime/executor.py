@@ -374,9 +374,9 @@ class Writer:
             self.copy(s)
         elif isinstance(s, Record):
             self.line(f"e{s.event} = " + (f"s{s.stream}.record_event()" if s.place is None else
-                                          f"s{s.stream}.record_event(caller_event({s.place}))"))
+                                          f"record(s{s.stream}, caller_event({s.place}))"))
         elif isinstance(s, Wait):
-            self.line(f"s{s.stream}.wait_event({self.event(s)})")
+            self.line(f"wait(s{s.stream}, {self.event(s)})")
         elif isinstance(s, Synchronize):
             waited = "synchronize(DEVICE)" if s.stream is None else f"s{s.stream}.synchronize()"
             self.line(waited if s.event is None and s.place is None else f"{self.event(s)}.synchronize()")

@@ -31,7 +31,16 @@ from .operator_calls import EXTENSION, Prepared, operator_named
 from .recordable import Recordable
 from .recording import function_now, recorded
 from .result_checks import kept
-from .streams.lookup import caller_event, caller_stream, fenced, numbered_stream, own_stream, stream_numbers
+from .streams.lookup import (
+    caller_event,
+    caller_stream,
+    fenced,
+    numbered_stream,
+    own_stream,
+    record,
+    stream_numbers,
+    wait,
+)
 from .streams.overlap_choice import chosen
 from .watchers import Part, Watcher, one_by_one, title, watched, watching
 
@@ -324,6 +333,6 @@ SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": ch
                          "draw_seeds": draw_seeds, "elements_from": elements_from, "kept": kept,
                          "caller_stream": caller_stream, "caller_event": caller_event,
                          "stream_numbers": stream_numbers, "numbered_stream": numbered_stream,
-                         "own_stream": own_stream,
+                         "own_stream": own_stream, "record": record, "wait": wait,
                          "current_stream": torch.accelerator.current_stream, "set_stream": torch.accelerator.set_stream,
                          "synchronize": torch.accelerator.synchronize}

@@ -1,31 +1,10 @@
-"""Memory layout of tensors: their extent, whether elements overlap, and copies with the same layout."""
+"""Memory layout of tensors: whether it has gaps, and copies with the same layout."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 
-
-def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Places from the first element to the last."""
-    return 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-
-
-def overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may lie at one place: each stride must reach beyond all that smaller ones reach."""
-    taken = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1 and stride < taken:
-            return True
-        taken += stride * (size - 1)
-    return False
-
-
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements fill all that they reach, each place for one of them."""
-    return 0 in shape or (reach(shape, strides) == math.prod(shape) and not overlapping(shape, strides))
+from flambeau.ir.lines import is_dense, reach
 
 
 def dense(t: torch.Tensor) -> bool:

@@ -33,13 +33,13 @@ from typing import Any
 
 import torch
 
+from flambeau.ir.lines import overlapping, reach
 from flambeau.targets.base import Recorder, Recording, Run
 from flambeau.torch_compat.dispatch import count_dispatch_modes
 from flambeau.torch_compat.fake import CompileContext
 from flambeau.torch_compat.memory import TensorBase, storage_use_count
 
 from . import tensor_lists
-from .memory_layout import overlapping, reach
 from .recordable import Recordable
 from .tensor_lists import Watch
 
@@ -74,7 +74,7 @@ class Take:
     """One recording with what it is bound to, what is copied for it, and where its results are."""
 
     def __init__(self, bound: dict[int, int], copies: list[tuple[int, torch.Tensor]], made: Recording,
-                 inputs: list[Any]) -> None:
+                 inputs: list[Any], device: torch.device) -> None:
         self.bound = bound  # positions of arguments that are results of other recordings: their addresses
         self.copies = copies
         self.made = made
@@ -99,6 +99,9 @@ class Take:
         self.storages = [(cdata, storage_use_count(cdata), ks) for cdata, ks in owned.items()]
         self.bytes = {k: r.owned.untyped_storage().nbytes() for k, r in enumerate(self.results) if r.owned is not None}
         self.addresses = [r.owned.data_ptr() for r in self.results if r.owned is not None and r.owned.numel()]
+        # What was sent to the host is not there yet when a replay returns: only the device can read it in time.
+        self.sent = frozenset(k for k, r in enumerate(self.results)
+                              if r.owned is not None and r.owned.device.type != device.type)
         self.scalars = frozenset(k for k, r in enumerate(self.results) if r.owned is not None and r.owned.numel() == 1)
         RESIDENT.update(self.addresses)
         weakref.finalize(self, RESIDENT.subtract, self.addresses).atexit = False
@@ -152,7 +155,7 @@ class Take:
             if at == len(given) or given[at] is not self:
                 given.insert(at, self)
         out: list[Any] = []
-        copied = copied | self.scalars
+        copied = (copied | self.scalars) - self.sent
         for k, r in enumerate(self.results):
             if r.owned is not None:
                 # `data` has a version of its own: what was done to the results of earlier replays is not its past.
@@ -389,11 +392,12 @@ class Recorded:
         if sizes not in self.sizes and len(self.sizes) >= MOST_SIZES:
             return f"it has recordings of {MOST_SIZES} sizes"
         kept = {k for take in busy for k in take.in_use()} - self.copied
-        if kept and all(sum(t.bytes[k] for k in kept) < SMALL * sum(t.bytes.values()) for t in busy):
+        copyable = bool(kept) and not any(kept & take.sent for take in busy)
+        if copyable and all(sum(t.bytes[k] for k in kept) < SMALL * sum(t.bytes.values()) for t in busy):
             self.copied |= kept
             return "results of the call before are in use: from now on they are copies"
         if len(busy) >= MOST_ALIKE:
-            if not kept:
+            if not copyable:
                 return f"results of {len(busy)} recordings are in use"
             self.copied |= kept
         tensors = {k: x for k, x in enumerate(args) if isinstance(x, torch.Tensor)}
@@ -425,7 +429,7 @@ class Recorded:
                 return self.off
         self.tally.copied = bytes_moved
         self.sizes.add(sizes)
-        take = Take(bound, copies, made, inputs)
+        take = Take(bound, copies, made, inputs, self.device)
         takes = self.takes[key]
         assert isinstance(takes, list)
         takes.append(take)

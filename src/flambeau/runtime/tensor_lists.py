@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
+from flambeau.ir.lines import reach
 from flambeau.native.build import Background
 from flambeau.torch_compat.autograd import increment_version
 from flambeau.torch_compat.memory import TensorBase, TensorGuards
-
-from .memory_layout import reach
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 OTHER, MOVED, SAME = range(3)

@@ -1,4 +1,9 @@
-"""The streams and events of a run: the caller's own, those that a forward had, and a program's own."""
+"""The streams and events of a run: the caller's own, those that a forward had, and a program's own.
+
+torch.cuda has streams and events of its own kind, beside torch.Stream and torch.Event. A torch.Stream neither waits for
+a torch.cuda.Event nor records it, and says nothing about it. So every stream here is a torch.Stream, and an event of
+another kind is given a stream of that kind.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,29 @@ def caller_stream(place: int, device: torch.device) -> torch.Stream:
     if not isinstance(found, torch.Stream) or found.device != device:
         raise UnsupportedError(f"a compiled function on {device} uses {found}", hint="streams of one device, in the "
                                "function that is compiled for it")
-    return found
+    return plain(found)
+
+
+def plain(s: torch.Stream) -> torch.Stream:
+    return s if type(s) is torch.Stream else torch.Stream(
+        stream_id=s.stream_id, device_index=s.device_index, device_type=s.device_type)
+
+
+def of_its_kind(event: torch.Event, s: torch.Stream) -> torch.Stream:
+    """The stream, of the kind that an event takes."""
+    if type(event) is torch.Event:
+        return s
+    kind: type[torch.Stream] = torch.get_device_module(s.device).Stream
+    return kind(stream_id=s.stream_id, device_index=s.device_index, device_type=s.device_type)
+
+
+def record(s: torch.Stream, event: torch.Event) -> torch.Event:
+    event.record(of_its_kind(event, s))
+    return event
+
+
+def wait(s: torch.Stream, event: torch.Event) -> None:
+    event.wait(of_its_kind(event, s))
 
 
 def stream_numbers(*streams: torch.Stream) -> torch.Tensor:
@@ -69,12 +96,12 @@ def fenced(run: Run, fence: Fence, device: torch.device) -> Run:
         for s in others:
             here.wait_stream(s)
         for e in before:
-            here.wait_event(e)
+            wait(here, e)
         results = run(args)
         for s in others:
             s.wait_stream(here)
         for e in after:
-            here.record_event(e)
+            record(here, e)
         if fence.numbers is not None:
             results = list(results)
             results[fence.numbers] = stream_numbers(*others)
