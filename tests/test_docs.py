@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import warm
+from flambeau import cli
 from flambeau.cli import doctor, reference
+from flambeau.compile import backend
 from flambeau.config import SETTINGS
 from flambeau.report import numerics, performance
 from torch_suite import report
@@ -73,6 +75,12 @@ def test_settings_on_pages_exist() -> None:
     known = {s.env for s in SETTINGS} | doctor.ASIDE
     for page in TEXTS:
         assert set(re.findall(r"\bFLAMBEAU_[A-Z]+(?:_[A-Z]+)*\b", page.read_text())) <= known, page
+
+
+def test_the_tables_of_the_readme_name_what_there_is() -> None:
+    named = re.findall(r"^\| (`.*?) \|", README.read_text().split("## Options")[1], re.MULTILINE)
+    words = {word for cell in named for word in re.findall(r"`(?:flambeau )?(\w+)`", cell)}
+    assert words <= backend.OPTIONS.keys() | cli.COMMANDS.keys() and len(words & cli.COMMANDS.keys()) > 10
 
 
 def anchors(page: Path) -> set[str]:
@@ -140,3 +148,15 @@ def test_pages_of_results_are_as_they_are_written(tmp_path: Path) -> None:
 def test_the_page_of_operators_is_as_it_is_written() -> None:
     written = README.parent / "docs" / "reference" / "exact-operators.md"
     assert written.read_text() == numerics.page()  # else: make docs
+
+
+def test_the_page_of_metal_names_what_needs_double() -> None:
+    """All entries that OpenCL runs without ATen and Metal does not."""
+    rows = json.loads((README.parent / "results" / "metal-operators.json").read_text())["rows"]
+    page = (README.parent / "docs" / "metal.md").read_text()
+    table = page.partition("## What needs double")[2].partition("\n## ")[0]
+    names = {*re.findall(r"`(?:\w+\.)*(\w+)`", table), "modified_bessel", *(
+        f"{kind}_polynomial" for kind in re.findall(r"[a-z]+", table[table.index("Chebyshev"):].lower()))}
+    behind = {r["op"] for r in rows if "op" in r and r["samples"] and r["externs"] and not r["opencl_externs"]}
+    named = f"(?:special_|nn_functional_|scaled_|shifted_)*(?:{'|'.join(sorted(names))})(?:_.*)?"
+    assert behind and not {op for op in behind if not re.fullmatch(named, op)}

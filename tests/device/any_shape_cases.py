@@ -18,7 +18,7 @@ from flambeau.device import operators
 from flambeau.device.enable import enable_device
 from flambeau.eager import any_shape, one_call, usual
 from flambeau.eager.kept_programs import Kept
-from flambeau.eager.operator_forms import Form
+from flambeau.eager.operator_forms import OperatorForm
 from flambeau.targets.opencl.compile import ClCompiler
 
 enable_device()
@@ -431,7 +431,7 @@ def test_a_model_at_many_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three kernels an operator, whatever the batch and the length."""
     built: Counter[str] = Counter()
 
-    def counted(form: Form, *call: Any, **options: Any) -> Any:
+    def counted(form: OperatorForm, *call: Any, **options: Any) -> Any:
         made = one_call.build(form, *call, **options)
         built[form.name] += 1
         return made

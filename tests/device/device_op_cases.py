@@ -208,6 +208,14 @@ def test_statistics_are_updated_by_the_cpu_as_well() -> None:
     close(there[1], var)
 
 
+def test_statistics_of_a_transposed_batch_lie_as_the_cpus() -> None:
+    for x in (torch.randn(4, 3), torch.randn(2, 5, 3), torch.randn(2, 5, 3, 4)):
+        x = x.transpose(0, 1)
+        want, got = (F.batch_norm(t, None, None, training=True) for t in (x, x.to(DEV)))
+        assert x.to(DEV).stride() == x.stride() and got.stride() == want.stride()
+        close(got, want)
+
+
 # ---- random numbers --------------------------------------------------------------------------------------
 
 

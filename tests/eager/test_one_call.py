@@ -18,7 +18,7 @@ from flambeau.eager.one_call import (
     map_numbers,
     numbers_of,
 )
-from flambeau.eager.operator_forms import Form, forms
+from flambeau.eager.operator_forms import OperatorForm, forms
 from flambeau.errors import UnsupportedError
 from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.runtime.launch_plan import word
@@ -26,7 +26,7 @@ from flambeau.runtime.launch_plan import word
 aten = torch.ops.aten
 
 
-def form(op: Any) -> Form:
+def form(op: Any) -> OperatorForm:
     ops_loaded()
     name = op._schema.name.partition("::")[2].removesuffix("_")
     return next(f for f in forms(name, LOWERINGS) if f.op is op)

@@ -89,4 +89,13 @@ FOUND: dict[str, Program] = {
         ["torch.zeros(4, 8, 5)", "torch.zeros(n0, dtype=torch.int64)", "torch.zeros(3, dtype=torch.int64)"],
         "v0 = a0.clone()", "v0[:, a1, a2] = 1", results="v0", exact=True, dynamic=True,
         sizes=(Sizes(n0=3), Sizes(n0=2))),
+    "an operator that is taken apart for its gradient": written(
+        [("torch.randn(3, 17, 5, 2)", ".transpose(3, 0)")], "v0 = a0.log_softmax(2)", results="v0", grad=True),
+    "a write to places that elements share": written(
+        ["torch.randn(2, 2, 1)", "torch.zeros(1, dtype=torch.int64)"],
+        "v0 = F.conv_transpose1d(a0, a0.new_ones(2, 2, 2), stride=2)", "v1 = v0.as_strided((3, 3, 1), (1, 2, 2), 0)",
+        "v1.index_put_((a1,), v1.narrow(0, 0, 1).clone(), accumulate=True)", results="v1"),
+    "a factor of a product below the least half": written(
+        ["torch.randn(())", "(torch.randn(3, 3, 4) / 4).half()"], "v0 = a1.prod()", "v1 = torch.minimum(v0, a0)",
+        results="v1"),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +25,17 @@ class Sizes(dict[str, int]):
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
+
+
+@contextmanager
+def single_precision() -> Iterator[None]:
+    """As the default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def wide(text: str) -> str:
@@ -97,13 +109,15 @@ class Program:
         return scope["program"]  # type: ignore[no-any-return]
 
     def call(self, sizes: Mapping[str, int], device: str = "cpu", is_wide: bool = False) -> list[Any]:
-        """Fresh arguments."""
+        """Fresh arguments: the same numbers in any precision."""
         scope: dict[str, Any] = {**NAMES, **sizes}
         bases: dict[str, Tensor] = {}
         made: list[Any] = []
         for i in self.inputs:
             if i.of is None:
-                bases[i.name] = eval(i.base(is_wide), scope).to(device)
+                with single_precision():  # in double precision torch draws others
+                    base = eval(i.base(is_wide), scope)
+                bases[i.name] = base.to(device)
             base = bases[i.of or i.name]
             t = eval(f"base{i.layout}", {**scope, "base": base})
             if i.grad and self.grad and t.is_floating_point():

@@ -21,6 +21,7 @@ from .workers import Outcome, Worker, run_all
 TARGETS = ("cpu", "interpreter", "opencl", "device")
 # The longest program. Where kernels are interpreted, or compiled slowly, more short ones say more than few long ones.
 LENGTH = {"cpu": 8, "interpreter": 4, "opencl": 4, "device": 5}
+GRACE = 30.0  # seconds after the end of a run of limited time in which findings are still shrunk
 
 
 @dataclass
@@ -106,7 +107,8 @@ def fuzz(target: str, first: int, count: int, jobs: int = 1, seconds: float | No
                 rows = worker.run(candidate).ours
                 return any((k + d.split(":")[0] if k == "raises" else k) == found for k, d in rows)
 
-            program = outcome.shrunk = shrink(program, still)
+            left = float("inf") if seconds is None else start + seconds + GRACE - time.monotonic()
+            program = outcome.shrunk = shrink(program, still, min(120.0, left))
             outcome.ours = worker.run(program).ours or outcome.ours
         with lock:
             name = signature(kind, program) if program is not None and wanted else f"{kind}: not shrunk"

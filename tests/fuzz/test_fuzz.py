@@ -107,3 +107,18 @@ def test_a_crash_of_torch(alone: list[tuple[str, str]] | None, excused: bool) ->
     outcome = Crashing(alone).run(written(["torch.ones(3)"], results="a0"))
     assert dict(outcome.torchs if excused else outcome.ours) == {"crash": "exit status -11"}
     assert not (outcome.ours if excused else outcome.torchs)
+
+
+def test_the_reference_has_the_same_numbers() -> None:
+    """Torch draws other ones in double precision, and what is far from them would be as good as eager's."""
+    import torch
+
+    from .judge import too_far
+    from .reference import Reference
+
+    program = written(["torch.randn(5, 8)"], "v0 = a0 * 3", results="v0")
+    torch.manual_seed(0)
+    ran = program.call({})[0] * 3
+    assert too_far(ran, ran, Reference(program, {}), "result", 0) is None
+    assert too_far(ran.sin(), ran, Reference(program, {}), "result", 0)
+    assert torch.equal(ran.double(), Reference(program, {}).value("result", 0).float().double())

@@ -120,3 +120,27 @@ def test_sizes_known_only_at_the_call() -> None:
 
     for n in (5, 9):
         agree(fn, torch.randn(n, 12, requires_grad=True), torch.randn(n, 12), dynamic=True)
+
+
+@pytest.mark.parametrize("numerics", ["fast", "eager"])
+def test_norms_along_dimensions_of_one_element_counted_from_the_end(numerics: str,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 traces them: such a dimension stays."""
+    norm = torch.ops.aten.linalg_vector_norm.default
+    traced = norm.py_kernels[torch._C.DispatchKey.Meta]
+
+    def kept(x: torch.Tensor, ord: float = 2, dim: list[int] | None = None, keepdim: bool = False, *,
+             dtype: torch.dtype | None = None) -> torch.Tensor:
+        keepdim |= dim is not None and all(d < 0 and x.shape[d] == 1 for d in dim)
+        return traced(x, ord, dim, keepdim, dtype=dtype)
+
+    monkeypatch.setitem(norm.py_kernels, torch._C.DispatchKey.Meta, kept)
+    norm._dispatch_cache.clear()
+    try:
+        x = torch.randn(3, 2, 1)
+        options = {"numerics": numerics}
+        made = torch.compile(lambda x: x.norm(2, (-1,)) * 2, backend="flambeau", options=options)(x)
+    finally:
+        norm._dispatch_cache.clear()
+    torch.testing.assert_close(made, x.norm(2, (-1,)) * 2)
+    assert made.shape == (3, 2)

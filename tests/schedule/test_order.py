@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flambeau.errors import OrderError
@@ -28,7 +28,7 @@ from flambeau.ir.program import (
 )
 from flambeau.runtime.plain_program import from_plain, to_plain
 from flambeau.schedule.memory import ALIGN, ProgramDraft
-from flambeau.schedule.streams.order import accesses, check_order, extent
+from flambeau.schedule.streams.order import accesses, check_order, extent, is_single
 from flambeau.schedule.streams.waits import plan_streams
 
 SIZE = as_index(ALIGN // 4)
@@ -260,6 +260,7 @@ def drawn(draw: st.DrawFn) -> Program:
 @given(drawn())
 @settings(max_examples=400, deadline=None)
 def test_the_checker_agrees_with_the_definition(p: Program) -> None:
+    assume(not is_single(p))  # these are in order, and the checker looks at nothing else of them
     found = True
     try:
         check_order(p)

@@ -52,6 +52,10 @@ RULES: tuple[Rule, ...] = (
          test="test_bytes_to_scalar_float", error="Scalars are not equal"),
     Rule("a test of chance that the CPU's numbers pass: a probability of 0.9 at least, or a distance that rounding to "
          "bfloat16 comes near", False, "device", test="test_geometric_kstest|test_cauchy_kstest_bfloat16"),
+    Rule("the CPU's gradient scaler, whose warning is to name the device", False, "device",
+         test="test_grad_scaler_deprecated_warning", error=r"torch\.cpu\.amp\.GradScaler"),
+    Rule("of two errors, other devices and another dtype, the device has the first first", True, "device",
+         test="test_binary_op_list_error_cases__foreach_div", error='"result type" does not match "Expected all'),
     Rule("a class of the CPU's tensors", False, "device", test="test_grad_scaling_state_dict", error="FloatTensor"),
     Rule("an operator that the skeleton adds for its own tests", False, "skeleton", error="'_OpNamespace' 'flambeau'"),
     Rule("a test of the CPU's mixed precision; the device has the lists of GPUs", False, "device",

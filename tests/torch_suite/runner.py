@@ -31,7 +31,7 @@ from .worker import WHERE
 
 # Tests of one process, by kind of file: what a process gathers (graphs, kernels, memory) goes with it. On the device
 # most tests are short beside the seconds that a file takes to load.
-BATCH = {"device": 800, "skeleton": 300, "compile": 150}
+BATCH = {"device": 300, "skeleton": 300, "compile": 150}
 BAD = ("failed", "crashed", "hung")
 LOADING = "file.load"  # stands for all tests of a file that cannot be loaded
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from flambeau.ir.lines import reach
 from flambeau.ops import LOWERINGS
 from flambeau.ops.facts import facts
-from flambeau.runtime.memory_layout import dense, reach
+from flambeau.runtime.memory_layout import dense
 from flambeau.runtime.placement import CPU, flat
 from flambeau.torch_compat.device import backend_name
 from flambeau.torch_compat.dispatch import no_python_dispatcher

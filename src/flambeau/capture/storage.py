@@ -18,10 +18,10 @@ import torch.fx as fx
 
 from flambeau.ir import build
 from flambeau.ir.index import ONE, ZERO, Index, as_index, offset_of
+from flambeau.ir.lines import overlapping
 from flambeau.ir.nodes import Buffer, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ops import LOWERINGS
 from flambeau.ops.facts import facts
-from flambeau.runtime.memory_layout import overlapping
 from flambeau.schedule.plan import strided
 from flambeau.torch_compat.ops import OpOverload
 

@@ -84,7 +84,7 @@ def api() -> str:
 def options() -> str:
     rows = []
     for name, (allowed, doc) in OPTIONS.items():
-        values = " or ".join(f"`{v!r}`" for v in allowed) if allowed is not None else "a target's name"
+        values = allowed if isinstance(allowed, str) else " or ".join(f"`{v!r}`" for v in allowed)
         rows.append(f"| `{name}` | {values} | {doc} |")
     modes = ", ".join(f"`{m!r}`" for m in MODES)
     return f"""# Options

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flambeau.runtime.memory_layout import dense, reach
+from flambeau.ir.lines import reach
+from flambeau.runtime.memory_layout import dense
 from flambeau.torch_compat.ops import conj, neg_view
 
 from .core import Core, Driver

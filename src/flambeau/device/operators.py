@@ -18,7 +18,7 @@ from flambeau.capture.decompositions import table
 from flambeau.eager.any_shape import Programs, Served
 from flambeau.eager.gate import watched
 from flambeau.eager.one_call import OtherShapes, described
-from flambeau.eager.operator_forms import PLACES, Form, forms
+from flambeau.eager.operator_forms import PLACES, OperatorForm, forms
 from flambeau.eager.refusal import refusal
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.native.build import load_native
@@ -55,7 +55,7 @@ class DeviceGates(Protocol):
 
 
 PROGRAMS = Programs()
-_FORMS: list[Form] = []  # by the numbers of their gates
+_FORMS: list[OperatorForm] = []  # by the numbers of their gates
 
 
 @cache
@@ -115,7 +115,7 @@ def hot(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int, wait
 # ---- forms -----------------------------------------------------------------------------------------------
 
 
-def device_forms() -> list[Form]:
+def device_forms() -> list[OperatorForm]:
     """Every operator that has a backend's kernels and of which we know what it computes."""
     ops_loaded()
     functional = {op for op in (*LOWERINGS, *overloads_with("library"), *table(False))
@@ -124,7 +124,7 @@ def device_forms() -> list[Form]:
     found = {form.op: form for name in names for form in forms(name, functional)}
     for op, compute in overloads_with("instead").items():
         if op not in found or not isinstance(compute, OpOverload):
-            found[op] = Form(op, compute, "", ())
+            found[op] = OperatorForm(op, compute, "", ())
     return [form for op, form in found.items() if _is_kernel(op)]
 
 

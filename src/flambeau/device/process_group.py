@@ -180,6 +180,12 @@ class StagedGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
 
+# DDP calls collectives while Dynamo looks at every frame; these are no part of anybody's graph.
+for _name, _call in list(vars(StagedGroup).items()):
+    if callable(_call) and not _name.startswith("__"):
+        setattr(StagedGroup, _name, torch.compiler.disable(_call, reason="a collective"))
+
+
 class _Sent(Work):
     """A message under way. Its receiver gets the values when it waits."""
 

@@ -45,7 +45,7 @@ from flambeau.torch_compat.dispatch import (
 from .any_shape import Programs, Served
 from .gate import Gates, load_gates
 from .one_call import Arguments, described, numbers_of
-from .operator_forms import Form, wanted
+from .operator_forms import OperatorForm, wanted
 from .refusal import refusal
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Replaced:
 class Acceleration:
     """The result of one `accelerate`: `undo()` ends it, and so does the end of a `with` block."""
 
-    def __init__(self, native: Gates, device: str, key: str, forms: dict[Form, int], wait: bool,
+    def __init__(self, native: Gates, device: str, key: str, forms: dict[OperatorForm, int], wait: bool,
                  steps: EagerSteps | None = None) -> None:
         self.device = device
         self._steps = steps
@@ -149,7 +149,7 @@ class Acceleration:
         return f"<Acceleration of {len(self._gates)} operators on {self.device}>"
 
 
-def has_kernel(form: Form, key: str) -> bool:
+def has_kernel(form: OperatorForm, key: str) -> bool:
     """Whether the operator is one at this key, and not composed of others above it."""
     return any(has_kernel_for_key(form.op.name(), k)
                for k in (key, "CompositeExplicitAutograd"))
@@ -158,7 +158,7 @@ def has_kernel(form: Form, key: str) -> bool:
 # ---- gates ---------------------------------------------------------------------------------------------
 
 _LOCK = fork_safe(threading.RLock())
-_GATES: dict[tuple[str, Form], _Gate] = {}
+_GATES: dict[tuple[str, OperatorForm], _Gate] = {}
 _NUMBERED: dict[int, _Gate] = {}
 
 
@@ -179,7 +179,7 @@ PROGRAMS = Programs(into_any=False, most_fixed=MOST_KERNELS, apart=_aside)
 class _Gate:
     """The gate before one form of an operator. It outlives its use: its kernels serve the next `accelerate`."""
 
-    def __init__(self, native: Gates, device: str, key: str, form: Form) -> None:
+    def __init__(self, native: Gates, device: str, key: str, form: OperatorForm) -> None:
         self.native, self.device, self.form = native, device, form
         overload = form.op._overloadname
         self.number = native.make(form.op._schema.name, "" if overload == "default" else overload, key, device)

@@ -49,7 +49,7 @@ from .one_call import (
     layouts,
     plain,
 )
-from .operator_forms import Form
+from .operator_forms import OperatorForm
 from .refusal import Numbers, taken
 
 log = logging.getLogger(__name__)
@@ -289,7 +289,7 @@ class ClassProgram:
         at = None if p.package is None else p.package.maker()
         return ClassProgram(at, p.names, holds, ranges, results, p.taken)
 
-    def takes(self, form: Form, shapes: Shapes) -> bool:
+    def takes(self, form: OperatorForm, shapes: Shapes) -> bool:
         if not self.holds(*shapes.values):
             return False
         if 1 not in shapes.values or shapes.loops is not None or form.written:
@@ -334,12 +334,12 @@ class Programs:
         self.into_any = into_any  # as `build` has it
         self.most_fixed = most_fixed  # programs for one shape of a form
         self.apart = apart  # within which others than the callers' threads compile
-        self._fixed: Counter[Form] = Counter()
+        self._fixed: Counter[OperatorForm] = Counter()
         self._classes: OrderedDict[Hashable, CallClass] = OrderedDict()
         self._hot: OrderedDict[Hashable, Future[Run | None]] = OrderedDict()
         self._lock = fork_safe(threading.RLock())
 
-    def is_new(self, form: Form, args: Arguments) -> bool:
+    def is_new(self, form: OperatorForm, args: Arguments) -> bool:
         """Whether this is the first call of its class."""
         shapes = Shapes(form.op, args, self.into_any)
         key = class_key(form, shapes)
@@ -348,7 +348,7 @@ class Programs:
             self._class(key, shapes)
             return not known
 
-    def serving(self, form: Form, args: Arguments, lift: int) -> Served:
+    def serving(self, form: OperatorForm, args: Arguments, lift: int) -> Served:
         """What serves such calls. UnsupportedError says why there is nothing, OtherShapes what is to be resized."""
         shapes = Shapes(form.op, args, self.into_any)
         why = ""
@@ -380,7 +380,7 @@ class Programs:
                 self._classes.popitem(last=False)
             return found
 
-    def _program(self, form: Form, shapes: Shapes, found: CallClass, lift: int) -> ClassProgram | str:
+    def _program(self, form: OperatorForm, shapes: Shapes, found: CallClass, lift: int) -> ClassProgram | str:
         key = lift, str(shapes.numbers if not lift else [x for k, x in enumerate(shapes.numbers) if not lift >> k & 1])
         kept = Kept((form.op, shapes.loops is not None, shapes.key, self.into_any, *key), form, shapes.args)
         if key not in found.programs:  # those that an earlier process made
@@ -413,7 +413,7 @@ class Programs:
                 programs.append(program)
         return program
 
-    def hot(self, form: Form, args: Arguments, lift: int, wait: bool) -> Run | None:
+    def hot(self, form: OperatorForm, args: Arguments, lift: int, wait: bool) -> Run | None:
         """A program for one shape that many calls have: begun in the background, and there once somebody waits. Rows
         are as fast with any number of elements, and get one for the numbers of the call."""
         if torch.are_deterministic_algorithms_enabled():  # it may add in another order than the one that served so far
@@ -432,7 +432,7 @@ class Programs:
         return begun.result() if begun is not None and begun.done() else self._own(form, args, shapes, lift)
 
     @untraced
-    def _own(self, form: Form, args: Arguments, shapes: Shapes, lift: int) -> Run | None:
+    def _own(self, form: OperatorForm, args: Arguments, shapes: Shapes, lift: int) -> Run | None:
         try:
             with torch.no_grad(), self.apart():
                 if not shapes.is_row:
@@ -448,7 +448,7 @@ class Programs:
 WORKER = Pool(1, "shapes")
 
 
-def class_key(form: Form, shapes: Shapes) -> Hashable:
+def class_key(form: OperatorForm, shapes: Shapes) -> Hashable:
     return (form.op, config.variant(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
             shapes.loops is not None, shapes.key)
 
@@ -457,7 +457,7 @@ def takes(intervals: Sequence[Numbers], number: int, x: Any) -> bool:
     return any(k == number and least <= x <= most for k, _, least, most in intervals)
 
 
-def made(form: Form, shapes: Shapes, lift: int, into_any: bool) -> PlainProgram:
+def made(form: OperatorForm, shapes: Shapes, lift: int, into_any: bool) -> PlainProgram:
     env = ShapeEnv()
     sizes: list[Any] = []
     names: list[str] = []

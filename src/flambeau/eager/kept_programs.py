@@ -26,7 +26,7 @@ from flambeau.targets.cache import shared_cache
 from flambeau.targets.identity import Uncacheable, identity
 
 from .one_call import Arguments, TensorLike
-from .operator_forms import Form
+from .operator_forms import OperatorForm
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def codec() -> Codec:
 class Kept:
     """The places of a class on disk; none for operators of somebody else, whose formulas may change at any time."""
 
-    def __init__(self, key: tuple[Any, ...], form: Form, args: Arguments) -> None:
+    def __init__(self, key: tuple[Any, ...], form: OperatorForm, args: Arguments) -> None:
         self.key, self.form, self.args = key, form, args
 
     def places(self) -> list[str]:

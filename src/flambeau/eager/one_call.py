@@ -16,19 +16,21 @@ import torch
 import torch.fx as fx
 
 from flambeau.capture.decompositions import table
-from flambeau.capture.eager_strides import settle_strides
+from flambeau.capture.eager_strides import settle_strides, settled
 from flambeau.capture.graph import Captured, RunNumber
+from flambeau.capture.size_samples import SizeSamples
+from flambeau.capture.storage import is_view
 from flambeau.config import config
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.ir.expr import cast, index_value, walk, where
 from flambeau.ir.index import ZERO, Dyn
+from flambeau.ir.lines import is_dense, overlapping
 from flambeau.ir.program import Call, Copy
 from flambeau.ops import LOWERINGS
 from flambeau.ops.facts import facts
 from flambeau.pipeline import Options, compiled
 from flambeau.runtime.executor import Known, write
 from flambeau.runtime.launch_plan import LaunchPlan, Run
-from flambeau.runtime.memory_layout import is_dense, overlapping
 from flambeau.runtime.placement import flat
 from flambeau.targets.base import Target, get_target
 from flambeau.torch_compat.fake import FakeTensorMode, unset_fake_temporarily
@@ -36,7 +38,7 @@ from flambeau.torch_compat.fx import LazyGraphModule
 from flambeau.torch_compat.ops import OpOverload
 
 from .call_recorder import CallRecorder
-from .operator_forms import Form
+from .operator_forms import OperatorForm
 
 aten = torch.ops.aten
 
@@ -145,7 +147,7 @@ class Built(NamedTuple):
     results: list[tuple[Any, ...]]  # shapes and strides
 
 
-def build(form: Form, args: Arguments, lift: int = 0, into_any: bool = False, env: Any = None,
+def build(form: OperatorForm, args: Arguments, lift: int = 0, into_any: bool = False, env: Any = None,
           layout: bool = False) -> Built:
     """What serves such calls.
 
@@ -218,19 +220,21 @@ def accepted(captured: Captured) -> tuple[Range, ...]:
     return tuple((which, *(b.const if b.is_const else b for b in bounds)) for which, *bounds in found)
 
 
-def graph_of(form: Form, args: Arguments, lift: int = 0, into_any: bool = False, env: Any = None) -> fx.GraphModule:
+def graph_of(form: OperatorForm, args: Arguments, lift: int = 0, into_any: bool = False, env: Any = None
+             ) -> fx.GraphModule:
     with FakeTensorMode(shape_env=env):
         return _Graph(form, args, lift, into_any).made()
 
 
 class _Graph:
-    def __init__(self, form: Form, args: Arguments, lift: int, into_any: bool) -> None:
+    def __init__(self, form: OperatorForm, args: Arguments, lift: int, into_any: bool) -> None:
         self.form, self.args, self.lift, self.into_any = form, args, lift, into_any
         self.count = 0  # of numbers so far, as the gate counts them
         self.graph = fx.Graph()
         self.held: dict[str, torch.Tensor] = {}
         self.same: dict[int, fx.Node] = {}
         self.numbers: list[tuple[Any, RunNumber]] = []
+        self.whole: tuple[Any, Any] | None = None  # arguments of a call that is taken apart
 
     def made(self) -> fx.GraphModule:
         form, schema = self.form, self.form.op._schema.arguments
@@ -249,6 +253,7 @@ class _Graph:
         results = self.call(tuple(x for name, x in given.items() if name not in by_name),
                             {name: x for name, x in given.items() if name in by_name})
         settle_strides(self.graph)
+        self.lay_out(results)
         if facts(form.op).keeps_shape and self.into_any:
             results = [self.shaped(result, target.meta["val"].shape)
                        for result, target in zip(results, targets, strict=True)]
@@ -341,7 +346,22 @@ class _Graph:
         with recorder:
             made = function(*examples[0], **examples[1])
         made = list(made) if isinstance(made, (list, tuple)) else [made]
+        self.whole = (args, kwargs)
         return [None if x is None else recorder.node(x) for x in made]
+
+    def lay_out(self, results: list[Any]) -> None:
+        """What is made of several operators lies as eager's one lays it out, and not as the last of them does."""
+        if self.whole is None or self.form.written or is_view(self.form.op):
+            return
+        said = [None if r is None else r.meta["val"] for r in results]
+        with self.graph.inserting_after():
+            call = self.graph.call_function(self.form.op, *self.whole)
+        call.meta["val"] = said
+        laid = settled(call, said, SizeSamples(self.graph))
+        self.graph.erase_node(call)
+        for r, val in zip(results, laid, strict=True):
+            if r is not None and isinstance(r.target, OpOverload) and not is_view(r.target):
+                r.meta["val"] = val
 
     def check(self, given: Sequence[Any], results: Sequence[Any]) -> None:
         """What takes the results can take them. Torch resizes and casts where it must."""

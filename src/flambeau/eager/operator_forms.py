@@ -52,7 +52,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Form:
+class OperatorForm:
     """One operator as it is called: it returns its results, or writes them into arguments."""
 
     op: OpOverload
@@ -89,7 +89,7 @@ def base(op: OpOverload) -> str:
 
 
 @cache
-def all_forms() -> tuple[Form, ...]:
+def all_forms() -> tuple[OperatorForm, ...]:
     """Every form of every operator of the groups that has a lowering."""
     ops_loaded()
     named = {op if isinstance(op, str) else name_of(op): group for op, group in described("group") if group}
@@ -98,7 +98,7 @@ def all_forms() -> tuple[Form, ...]:
     return tuple(form for form in found if torch.Tag.generated not in form.op.tags)
 
 
-def forms(operator: str, functional: Container[OpOverload], group: str = "") -> Iterator[Form]:
+def forms(operator: str, functional: Container[OpOverload], group: str = "") -> Iterator[OperatorForm]:
     """The forms of an operator that compute what one of its functional forms does."""
     own = overloads_named((operator,))
     takes = {_given(op): op for op in own if op in functional}
@@ -110,7 +110,7 @@ def forms(operator: str, functional: Container[OpOverload], group: str = "") -> 
         # Of several arguments, the schema says in which order they take results only if they are for nothing else.
         plain = len(written) == 1 or all(op._schema.arguments[k].is_out for k in written)
         if not written or plain and len(written) == len(found._schema.returns):
-            yield Form(op, found, group, written, any(a.name == "dtype" for a in found._schema.arguments)
+            yield OperatorForm(op, found, group, written, any(a.name == "dtype" for a in found._schema.arguments)
                        and not any(a.name == "dtype" for a in op._schema.arguments))
 
 
@@ -121,7 +121,7 @@ def _given(op: OpOverload) -> tuple[tuple[str, str], ...]:
                  if not a.is_out and a.name not in PLACES and not (places and a.name == "dtype"))
 
 
-def wanted(wins: Mapping[str, int], only: Any, exclude: Any, default: int) -> dict[Form, int]:
+def wanted(wins: Mapping[str, int], only: Any, exclude: Any, default: int) -> dict[OperatorForm, int]:
     """The forms to replace, with the number of elements from which: those of `wins`, or what `only` names."""
     chosen, left = names(only), names(exclude)
     thresholds = wins if chosen is None else {name: wins.get(name, default) for name in GROUPS}
@@ -151,7 +151,7 @@ def _known(name: str, operators: set[str]) -> str | None:
     return next((x for x in (short, short.removesuffix("_")) if x in operators), None)
 
 
-def cpp_names(forms: Sequence[Form]) -> tuple[list[str], list[str]]:
+def cpp_names(forms: Sequence[OperatorForm]) -> tuple[list[str], list[str]]:
     """(headers, types) of ATen in which C++ finds the signatures. Of operators of other libraries it knows none."""
     forms = [form for form in forms if form.op.namespace == "aten"]
     headers = sorted({f"ATen/ops/{form.operator}_ops.h" for form in forms})

@@ -17,8 +17,8 @@ import torch
 
 from flambeau.capture.eager_dtypes import SMALL, attempt
 from flambeau.errors import UnsupportedError
+from flambeau.ir.lines import reach
 from flambeau.ops.facts import SPACES, facts
-from flambeau.runtime.memory_layout import reach
 from flambeau.runtime.placement import CPU
 from flambeau.torch_compat.ops import OpOverload
 

@@ -1,4 +1,4 @@
-"""How an expression accesses memory: which variables form one, and which elements are adjacent."""
+"""How memory is accessed: what shape and strides reach, which variables form one, and which elements are adjacent."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ from .expr import Expr, loads, walk
 from .index import ONE, ZERO, Index, Op, Sym, as_index, walks_as_one
 
 LINE = 64  # elements next to each other that are as good as any more
+
+
+def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Places from the first element to the last."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may lie at one place: each stride must reach beyond all that smaller ones reach."""
+    taken = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride < taken:
+            return True
+        taken += stride * (size - 1)
+    return False
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements fill all that they reach, each place for one of them."""
+    return 0 in shape or (reach(shape, strides) == prod(shape) and not overlapping(shape, strides))
 
 
 def joined(vars: Sequence[Sym], *exprs: Expr) -> tuple[tuple[Sym, ...], tuple[Expr, ...]]:
@@ -43,7 +63,8 @@ def apart(address: Index, itemsize: int, loops: Collection[Sym], most: int) -> i
     address = unclamped(address)
     straight = Index(tuple((m, c) for m, c in address.terms if all(isinstance(a, Sym) for a in m)), 0)
     found = [(address.coefficient(v), straight.coefficient(v)) for v in loops]
-    steps = [c or ONE if step is None else step for step, c in found if step is not ZERO]
+    steps = [step if step is not None else ONE if c is None or c is ZERO else c
+             for step, c in found if step is not ZERO]
     return min(min((abs(c.const) if c.is_const else most for c in steps), default=0) * itemsize, most)
 
 

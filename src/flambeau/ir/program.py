@@ -141,6 +141,11 @@ class LoopKernel(AnySize):
         reads = [e for stage in self.stages for e in loads(*exprs_of(stage)) if e.attr[1][0].symbols() & {*self.inner}]
         return len({*reads}) < len(reads) or any(map(self.read_back, self.stages))
 
+    def is_crossed(self) -> bool:
+        """Whether some of what is reduced lies along another variable of a row than the rest."""
+        return any(at.coefficient(v) is ONE for _, at in self.accesses() if self.vector in at.symbols()
+                   for v in self.inner if v is not self.vector)
+
     def across_rows(self) -> list[str]:
         """What lies the other way than its rows, by name: rows that come one after the other share its lines."""
         v, last = self.vector, self.outer[-1] if self.outer else None

@@ -119,4 +119,7 @@ class Background:
             self._module, self._done = module, True
             told, self._told = self._told, []
         for hear in told if module is not None else ():
-            hear(module)
+            try:
+                hear(module)
+            except Exception as error:  # of an operator that is gone, say: this listener is left as it was
+                log.warning("%s: %s", self.without, error)

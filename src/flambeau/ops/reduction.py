@@ -19,6 +19,7 @@ from flambeau.ir.nodes import Combine, Shape, Value, contiguous_strides
 from flambeau.ir.scalar import abs_, exp, is_finite, log, maximum, minimum, ne, pow_, sqrt, square
 from flambeau.ops.facts import EVERYWHERE, describe, of_family
 from flambeau.ops.registry import lower, wrap_dims
+from flambeau.torch_compat.decomp import vector_norm as reference_norm
 from flambeau.torch_compat.dispatch import (
     AutoDispatchBelowAutograd,
     ForceDispatchKeyGuard,
@@ -342,7 +343,15 @@ def p_norm(p: float) -> tuple[str, Callable[[Expr], Expr], Callable[[Expr], Expr
     return "sum", lambda e: pow_(abs_(e), p), lambda e: pow_(e, 1 / p)
 
 
-@lower(aten.linalg_vector_norm)
+def _norm_shape(x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *,
+                dtype: DType | None = None) -> torch.Tensor:
+    """Torch 2.11 keeps a dimension of one element that is counted from the end."""
+    if dim is not None and x.ndim and all(-x.ndim <= d < x.ndim for d in dim):
+        dim = [d % x.ndim for d in dim]
+    return reference_norm(x, ord, dim, keepdim, dtype=dtype)
+
+
+@lower(aten.linalg_vector_norm.default, traced_shape=_norm_shape)
 def vector_norm(x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None
                 ) -> Value:
     out = dtype or x.dtype

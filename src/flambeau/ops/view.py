@@ -24,6 +24,7 @@ from flambeau.ir.index import (
     offset_of,
     product,
 )
+from flambeau.ir.lines import overlapping
 from flambeau.ir.nodes import Extern, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.scalar import eq, sum_over
 
@@ -424,7 +425,10 @@ def as_strided_scatter(x: Value, src: Value, size: Sequence[IndexLike], stride: 
     if not x.is_whole(build.graph().buffers[x.buffer]):
         return NotImplemented
     at = _from_storage(x, size, stride, storage_offset)
-    if at is None:
+    places = [as_index(n) for n in (*size, *stride)]
+    # Where two elements share a place, eager's order decides whose value stays.
+    if at is None or all(n.is_const for n in places) and overlapping(
+            [n.const for n in places[:len(size)]], [n.const for n in places[len(size):]]):
         return NotImplemented
     inside = Value(x.buffer, tuple(as_index(n) for n in size), x.dtype, at)
     return build.scatter(x.shape, lambda i: x.load(i), src.shape, inside.at,

@@ -20,10 +20,11 @@ from flambeau.results_file import read_results
 
 CHARTS = ("performance-cuda.svg", "compile-time.svg", "models-cuda.svg")
 # Pages: title, and the kinds of results on the page.
-PAGES = {"performance.md": ("Performance", ("models", "compiled", "compile", "optimizers", "numerics", "device-steps")),
+PAGES = {"performance.md": ("Performance", ("models", "compiled", "compile", "optimizers", "numerics", "overlap",
+                                                   "offload", "device-steps")),
          "operators.md": ("Operators", ("floors", "cliffs", "contractions", "opinfo")),
          "operators-cpu.md": ("Operators on CPUs", ("ops", "device")),
-         "packages.md": ("Packages", ("packages", "package"))}
+         "packages.md": ("Packages", ("packages", "package-results", "package"))}
 HEAD = """# {}
 
 All times are medians. The backends of a table were measured in one run, taking turns. "A over B" is the time of A
@@ -299,6 +300,14 @@ def packages(report: dict[str, Any]) -> Parts:
     peers = [b for b in backends_of(report) if b != "package"]
     names = {"flambeau": "torch.compile", "aotinductor": "AOTInductor", "onnxruntime": "ONNX Runtime"}
     parts: Parts = []
+    compared = Sheet(["results in a process without a compiler", "draws", "results", "with other bits",
+                      "error over eager's", "load ms"])
+    for r in (r for r in report["rows"] if r["group"] == "bits"):
+        draws = r["accuracy"].get("package", [])
+        total = {key: sum(d[key] for d in draws) for key in ("results", "unequal")}
+        compared.add(r["name"], str(len(draws)), *(f"{n:,.0f}" for n in total.values()),
+                     cell(max((d["eager_errors"] for d in draws), default=None)), milliseconds(r, "load"))
+    parts += [compared] if compared.rows else []
     for group, unit, scale in (("step", "ms", 1e3), ("call", "µs", 1e6), ("load", "s", 1.0)):
         rows = [r for r in report["rows"] if r["group"] == group]
         sheet = Sheet(["case", f"package {unit}", *(f"{names.get(b, b)} {unit}" for b in peers),
@@ -324,8 +333,33 @@ def calls(report: dict[str, Any]) -> Parts:
     return [sheet]
 
 
+def overlap(report: dict[str, Any]) -> Parts:
+    """Steps on one stream and on several."""
+    sheet = Sheet(["model", "mode", "one stream ms", "several ms", "one over several", "by a clock", "bits"])
+    for r in report["rows"]:
+        bits = {None: "", True: "equal", False: "other" if r["steady"] else "differ from run to run"}[r["equal"]]
+        sheet.add(r["name"], r["mode"], *(milliseconds(r, b, 1e3) for b in ("one", "auto")),
+                  cell(over(r["seconds"], "auto", "one")), cell(over(r["wall"], "auto", "one")), bits)
+    return [sheet, *(f"{name}: {text:.3f}" for name, text in report["summary"].items() if isinstance(text, float))]
+
+
+def offload(report: dict[str, Any]) -> Parts:
+    """Steps that keep less on the device."""
+    sheet = Sheet(["offload", "peak MiB, all kept", "peak MiB", "less", "step ms, all kept", "step ms", "more", "bits"])
+    for r in report["rows"]:
+        less, more = (over(r[key], "keep", "less") for key in ("peak_mib", "ms"))
+        sheet.add(r["name"], *(cell(r["peak_mib"].get(k), "{:.0f}") for k in ("keep", "less")),
+                  cell(None if less is None else 1 - less, "{:.1%}"), *(cell(r["ms"].get(k)) for k in ("keep", "less")),
+                  cell(None if more is None else more - 1, "{:.1%}"),
+                  {None: "", True: "equal", False: f"differ by {cell(r['differ'], '{:.1e}')}"}[r["equal"]])
+    return [sheet]
+
+
 SECTIONS = {
+    "overlap": ("Independent steps on several streams", overlap),
+    "offload": ("Activation offloading, LM 24", offload),
     "packages": ("Packages beside other ways to ship a model", packages),
+    "package-results": ("Packages in a process without a compiler", packages),
     "package": ("A package under load", calls),
     "contractions": ("Matrix products with fused operators, and attention", contractions),
     "models": ("Step times of the model suite", steps),

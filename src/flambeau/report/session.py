@@ -61,7 +61,7 @@ class Row:
 
 
 @dataclass
-class Graph:
+class GraphReport:
     number: int
     what: str  # forward of step (train.py:12)
     target: str
@@ -79,7 +79,7 @@ class Graph:
 
 @dataclass
 class Overview:
-    graphs: list[Graph]
+    graphs: list[GraphReport]
     compiled: int
     found: int
     breaks: Counter[str]
@@ -123,13 +123,13 @@ def place(function: str, file: str, line: int) -> str:
 
 
 def graph_of(number: int, t: ProgramTime, made: Compiled | None, functions: Mapping[str, Compilation],
-             speed: float | None) -> Graph:
+             speed: float | None) -> GraphReport:
     summary = program.summarise(made) if made is not None else None
     what = summary.direction if summary is not None else title([*map(t.plan.title, range(len(t.plan.kernels)))])
     if made is not None:
         whose = functions.get(str(made.function))
         what += f" of {place(whose.function, whose.file, whose.line)}" if whose else ""
-    graph = Graph(number, what, t.plan.target, t.calls, t.seconds,
+    graph = GraphReport(number, what, t.plan.target, t.calls, t.seconds,
                   len(summary.operators) if summary is not None else 0, [], summary, t, made)
     rows: dict[str, Row] = {}
     for p in t.parts.values():
@@ -160,7 +160,7 @@ def graph_of(number: int, t: ProgramTime, made: Compiled | None, functions: Mapp
 
 def plain(o: Overview) -> dict[str, Any]:
     """The overview as JSON data."""
-    def graph(g: Graph) -> dict[str, Any]:
+    def graph(g: GraphReport) -> dict[str, Any]:
         own = replace(g, times=None, made=None)
         return dataclasses.asdict(own)
 
@@ -220,7 +220,7 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}"
 
 
-def graphs_table(graphs: Sequence[Graph]) -> Table:
+def graphs_table(graphs: Sequence[GraphReport]) -> Table:
     table = figures("graph", "what", "calls", "ms a call", "operators", "kernels", "library", "ATen", "other calls",
                     text=("graph", "what"))
     for g in graphs:
@@ -268,7 +268,7 @@ def figures(*columns: str, text: Sequence[str] = ()) -> Table:
     return Table(*made, box=box.SIMPLE_HEAD)
 
 
-def show_kernels(console: Console, graph: Graph, level: int) -> None:
+def show_kernels(console: Console, graph: GraphReport, level: int) -> None:
     console.print(f"[bold]graph {graph.number}[/], {escape(graph.what)}", soft_wrap=True)
     for r in graph.rows:
         if r.kind != "kernel":

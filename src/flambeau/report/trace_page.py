@@ -20,7 +20,7 @@ from flambeau.debug.profile import Profile
 from flambeau.debug.session import Session
 from flambeau.ir.program import Call, Launch
 from flambeau.pipeline import Compiled
-from flambeau.report.session import Graph, Row, lines, overview_of, ranked
+from flambeau.report.session import GraphReport, Row, lines, overview_of, ranked
 from flambeau.runtime.launch_plan import LaunchPlan
 
 CALLS = 600  # at most so many calls of programs are drawn
@@ -57,7 +57,7 @@ def others_data(profile: Profile, steps: int) -> list[list[Any]]:
     return [[name, n / steps, s / steps] for name, n, s in shown]
 
 
-def machine(graphs: list[Graph]) -> str:
+def machine(graphs: list[GraphReport]) -> str:
     devices = dict.fromkeys(str(g.times.plan.device) for g in graphs if g.times is not None)
     names = [torch.cuda.get_device_name(d) if d.startswith("cuda") else d for d in devices]
     return ", ".join([*names, platform.machine(), f"Python {platform.python_version()}"])
@@ -69,7 +69,7 @@ def row_data(r: Row, steps: int) -> dict[str, Any]:
             "lost": None if r.lost is None else r.lost * 1e3 / steps}
 
 
-def graph_data(g: Graph, steps: int) -> dict[str, Any]:
+def graph_data(g: GraphReport, steps: int) -> dict[str, Any]:
     assert g.times is not None
     out: dict[str, Any] = {"number": g.number, "what": g.what, "target": g.target, "calls": g.calls / steps,
                            "ms": g.seconds * 1e3 / steps, "nodes": [], "lines": {}}

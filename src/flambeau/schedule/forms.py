@@ -161,15 +161,9 @@ def block_loops(k: LoopKernel, t: BlockTuning) -> Form:
     most = t.row if k.vector in k.inner else t.column_rows
     if k.vector in k.inner and not (k.scratch or k.reads_again()):  # nothing is held for a later stage
         most //= max(1, sum(not e.symbols().isdisjoint(k.inner) for e in loads(*k.everything())))
-        if is_crossed(k):  # pieces are tiles of lines, which are lines the other way as well
+        if k.is_crossed():  # pieces are tiles of lines, which are lines the other way as well
             return Form("rows in pieces", width)
     return Form("whole rows" if length.is_const and length.const <= most else "rows in pieces", width)
-
-
-def is_crossed(k: LoopKernel) -> bool:
-    """Whether some of what is reduced lies along another variable of a row than the rest."""
-    return any(at.coefficient(v) is ONE for _, at in k.accesses() if k.vector in at.symbols()
-               for v in k.inner if v is not k.vector)
 
 
 def rows_beside(k: LoopKernel, t: BlockTuning) -> int:

@@ -39,6 +39,13 @@ from .rewrites.one_pass import alive, exponentials_at_once
 
 _INT64 = torch.int64
 FLOAT = 4  # bytes of an element, where the most common dtype is near enough
+# What an access adds to the score of a variable as the innermost one: its elements lie next to each other, are one,
+# lie apart, or who knows where. It counts by how often it happens, and these factors.
+NEXT, SAME, APART, UNKNOWN = 2.0, 0.25, -1.0, -0.5
+STORED = 2.0  # a line that is stored is loaded first
+CACHED = 0.1  # in small tables, or where the variables within decide
+SHORT = 6.0  # accesses that a loop costs which is too short for a vector
+LATER = 0.01  # of variables that are as good, the last
 _LARGE = 1 << 10  # elements: a size that is known only at the run, where steps are compared
 
 
@@ -276,21 +283,14 @@ def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | N
         score = 0.0
         for name, address, is_store in d.accesses():
             c = address.coefficient(v)
-            weight = 2.0 if is_store else float(again.get((name, address), 1))
+            weight = STORED if is_store else float(again.get((name, address), 1))
             if address in tables or (inner and inner.isdisjoint(address.symbols())):
-                weight *= 0.1
-            if c is None:
-                score -= 0.5 * weight
-            elif c is ONE:
-                score += 2 * weight
-            elif c is ZERO:
-                score += 0.25 * weight
-            else:
-                score -= weight
+                weight *= CACHED
+            score += weight * (UNKNOWN if c is None else NEXT if c is ONE else SAME if c is ZERO else APART)
         length = span(v, d, t)
         if d.about(length, t.vector_least) < t.vector_least:
-            score -= 6 * max(again.values(), default=1)
-        score += 0.01 * k
+            score -= SHORT * max(again.values(), default=1)
+        score += LATER * k
         if best is None or score > best_score:
             best, best_score = v, score
     return best
@@ -393,7 +393,8 @@ def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning
     votes: dict[Sym, int] = {}
     for _, address, _ in d.accesses():
         c = address.coefficient(vector)
-        if c is None or c is ONE or c is ZERO:
+        # Quotients of the variable, as of what is repeated, jump as well; where only data decide, nothing is known.
+        if c is ONE or c is ZERO or c is None and any(isinstance(a, Dyn) for a in address.atoms()):
             continue
         for v in vars:
             if v is not vector and address.coefficient(v) is ONE \

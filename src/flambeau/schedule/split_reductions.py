@@ -116,14 +116,16 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     if not 0 < programs * (4 if rows and not across else 2) <= caps.programs * halves or points < 4 * least:
         return [n]
     # Rows that are written across would be few columns of one kernel: they are reduced and then, in tiles, written.
+    # Columns of several pieces are one program where there are few.
+    beside = 1 if rows else max(1, min(4, t.split_columns // max(results, 1)))
     wanted = max(2, min(caps.programs // results, points // t.split_piece)) if across else \
-        min(caps.programs * halves // programs, points // least)
+        min(caps.programs * halves * beside // programs, points // least)
     alone: dict[Sym, Cut] = {} if short is None else {short: (short.size, ONE)}
     cuts = pieces_of(graph, n, wanted, t, alone)
     fixed = all(v.size.is_const for v in n.vars)
-    beside = fixed or any(isinstance(m, Pointwise) and volume(m.vars) is volume(n.vars) for m in graph.nodes)
+    mapped = fixed or any(isinstance(m, Pointwise) and volume(m.vars) is volume(n.vars) for m in graph.nodes)
     # Where no map has its points, they may be counted anew.
-    if short is None and not (beside and all(is_even(v, c) for v, c in cuts.items())):
+    if short is None and not (mapped and all(is_even(v, c) for v, c in cuts.items())):
         n = joined(graph, n)
         cuts = pieces_of(graph, n, wanted, t, alone)
     return cut(graph, n, cuts, rows, alone) if len(cuts) > len(alone) else [n]

@@ -25,3 +25,8 @@ def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(torch._C, NAMES[name])
+
+
+def sleep(cycles: int) -> None:
+    """The current stream waits."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

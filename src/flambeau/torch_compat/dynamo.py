@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_code_exec_strategy
-from torch._dynamo import config, graph_break
+from torch._dynamo import config, graph_break, maybe_mark_dynamic
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
 from torch._dynamo.eval_frame import TorchPatcher, innermost_fn, skip_code
@@ -22,10 +22,10 @@ from torch._dynamo.utils import compilation_time_metrics
 from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
 
 __all__ = ["SKIP_FRAME", "WRAPPER", "ConstantSource", "DeviceInterface", "TensorVariable",
-           "TorchInGraphFunctionVariable", "allow_recompiles", "backend_of", "compilation_time_metrics",
-           "config", "current_translator", "get_eval_frame_callback", "graph_break", "handed_on", "innermost_fn",
-           "is_fullgraph", "may_break", "prepare_optimizers", "register_interface_for_device", "restore_runtime_marks",
-           "skip_code", "unskip_code", "without_runtime_marks"]
+           "TorchInGraphFunctionVariable", "allow_recompiles", "backend_of", "compilation_time_metrics", "config",
+           "current_translator", "get_eval_frame_callback", "graph_break", "handed_on", "innermost_fn",
+           "is_fullgraph", "may_break", "maybe_mark_dynamic", "prepare_optimizers", "register_interface_for_device",
+           "restore_runtime_marks", "skip_code", "unskip_code", "without_runtime_marks"]
 
 # An answer to Dynamo's question about a frame: run it as it is, and ask again about what it calls.
 SKIP_FRAME = ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT), apply_to_code=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch._dynamo.source import ConstantSource
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = ["CompileContext", "ConstantSource", "FakeTensor", "FakeTensorMode", "FunctionalTensor", "TracingContext",
-           "detect_fake_mode", "quiet_traces", "unset_fake_temporarily"]
+           "detect_fake_mode", "forget_shapes", "quiet_traces", "unset_fake_temporarily"]
 
 LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -25,3 +26,10 @@ def quiet_traces() -> Iterator[None]:
         yield
     finally:
         LOG.disabled = before
+
+
+def forget_shapes(ops: Collection[Any]) -> None:
+    """Of results of these operators, which fake tensors remember for all modes."""
+    known = FakeTensorMode.cache
+    for key in [k for k in list(known) if k.key[0] in ops]:
+        known.pop(key, None)

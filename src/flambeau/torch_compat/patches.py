@@ -65,9 +65,13 @@ def _kernels(wanted: Mapping[Any, Mapping[Any, Any]]) -> Iterator[Change]:
             yield op.py_kernels, key, kernel
 
 
-def _forget_kernels(_: bool, wanted: Iterable[Any]) -> None:
+def _forget_kernels(_: bool, wanted: Mapping[Any, Mapping[Any, Any]]) -> None:
+    from .dispatch import DispatchKey
+    from .fake import forget_shapes
+
     for op in wanted:
         op._dispatch_cache.clear()  # of what was found in the table
+    forget_shapes({op for op, kernels in wanted.items() if DispatchKey.Meta in kernels})
 
 
 def _handlers(functions: Mapping[Any, Any], methods: Mapping[str, Any], leaving: Callable[..., Any]

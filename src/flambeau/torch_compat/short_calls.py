@@ -25,14 +25,21 @@ from .dynamo import skip_code
 
 __all__ = ["short_call"]
 
+# Where fx notes that it traces: for all threads in torch before 2.15, then for each; and where torch 2.15 notes that
+# compiled functions inside of others run as they are.
+_FX = (_symbolic_trace, "_is_fx_tracing_flag") if hasattr(_symbolic_trace, "_is_fx_tracing_flag") else (
+    getattr(_symbolic_trace, "_is_fx_tracing_tls", None), "flag")
+_NESTED = getattr(eval_frame, "_force_eager_nested_compile", None)
+
 
 def short_call(context: Any, full: Callable[..., Any]) -> Callable[..., Any]:
     """Takes the place of `full`, the function that torch.compile returns; that itself, where more was asked for."""
+    fx, tracing = _FX
     stance, callback, function = eval_frame._stance, context.callback, getattr(full, "_torchdynamo_orig_callable", None)
     more = (getattr(context, "fullgraph", True), context.export, config.compiled_autograd,
             getattr(context, "error_on_graph_break", None) is not None,
             getattr(context, "_isolate_recompiles_id", -1) != -1, stance != eval_frame.DynamoStance(),
-            not hasattr(torch.compiler, "_is_exporting_flag"), not hasattr(_symbolic_trace, "_is_fx_tracing_flag"),
+            not hasattr(torch.compiler, "_is_exporting_flag"), fx is None,
             context._backend_ctx_ctor is not eval_frame.null_context, function is None,
             isinstance(full, torch.nn.Module))  # its method `forward` is made by a call of its own
     if any(more):
@@ -50,7 +57,8 @@ def short_call(context: Any, full: Callable[..., Any]) -> Callable[..., Any]:
     compiling._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # by which Dynamo knows what it has
 
     def call(*args: Any, **named: Any) -> Any:
-        if (eval_frame._stance is not stance or _symbolic_trace._is_fx_tracing_flag or _is_tracing()
+        if (eval_frame._stance is not stance or getattr(fx, tracing, False) or _is_tracing()
+                or (_NESTED is not None and getattr(_NESTED, "depth", 0))
                 or torch.compiler._is_exporting_flag or get_dynamic_layer_stack_depth()
                 or getattr(_TLS, "tracing_context", None) is not None):
             return full(*args, **named)

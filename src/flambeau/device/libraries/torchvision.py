@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flambeau.eager.one_call import build, described
-from flambeau.eager.operator_forms import Form
+from flambeau.eager.operator_forms import OperatorForm
 from flambeau.errors import CompileError, UnsupportedError
 from flambeau.runtime.launch_plan import Run
 from flambeau.runtime.placement import flat
@@ -254,7 +254,7 @@ def fused(op: Any, function: Callable[..., Any], *args: Any) -> Any:
 def program(op: Any, key: Any, args: tuple[Any, ...]) -> Run:
     function = partial(key[0], **dict(key[1])) if isinstance(key, tuple) else key
     with disable_current_modes(), torch.no_grad(), DisableAutocast():
-        return build(Form(op, function, "", ()), args).run
+        return build(OperatorForm(op, function, "", ()), args).run
 
 
 def only(out: Any) -> Any:

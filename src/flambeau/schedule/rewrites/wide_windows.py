@@ -46,7 +46,7 @@ def is_large(e: Expr, n: Pointwise, graph: Graph, most: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Form:
+class LoopAsReduction:
     """A loop as a reduction: how values are combined, what they are, and what the loop's results are made of them."""
 
     combine: Combine
@@ -87,7 +87,7 @@ def shared(graph: Graph, n: Pointwise, e: Expr) -> Pointwise:
     return Pointwise(n.names, n.vars, rewrite(n.body, put), n.laid, origin=n.origin, inlined=n.inlined)
 
 
-def sum_of(e: Expr) -> Form | None:
+def sum_of(e: Expr) -> LoopAsReduction | None:
     """The start, and what is added to it."""
     if len(e.attr.carries) != 1 or e.args[1].op != "add":
         return None
@@ -96,10 +96,10 @@ def sum_of(e: Expr) -> Form | None:
     if len(terms) != 1 or carry in set(walk(terms[0])):
         return None
     combine = simple_combine("sum", carry.dtype)
-    return Form(combine, (terms[0],), (start + combine.left[0],))
+    return LoopAsReduction(combine, (terms[0],), (start + combine.left[0],))
 
 
-def largest_of(e: Expr) -> Form | None:
+def largest_of(e: Expr) -> LoopAsReduction | None:
     """The largest element and its place: the first of equal ones, the last of those that are no numbers."""
     if len(e.attr.carries) != 2 or any(u.op != "where" for u in e.args[2:]):
         return None
@@ -113,7 +113,7 @@ def largest_of(e: Expr) -> Form | None:
     combine = _largest(value.dtype, place.dtype)
     top, where_ = combine.left
     none = binary("eq", top, start)  # nothing was larger
-    return Form(combine, (value, place), (top, where(none, first, where_)))
+    return LoopAsReduction(combine, (value, place), (top, where(none, first, where_)))
 
 
 @cache
