@@ -181,7 +181,7 @@ def _do(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]
 def run(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess[str]:
     """The output of a program and its exit status, negative if a signal ended it.
 
-    OutOfTime if it takes longer, Closing if the process ends: then it is gone, and so is all that it started. OSError
+    OutOfTime if it takes longer, Closing if the process ends: then it is killed, with all that it started. OSError
     if it cannot be started.
     """
     if not os.path.isfile(command[0]) or not os.access(command[0], os.X_OK):

@@ -17,7 +17,7 @@ import torch
 from flambeau.ir.build import make_combine, simple_combine
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, const, loads, rewrite, walk, where
-from flambeau.ir.nodes import Combine, Graph, Node, Pointwise, Reduce, as_indices, dim_vars
+from flambeau.ir.nodes import Combine, Graph, Level, Node, Pointwise, Reduce, as_indices, dim_vars
 from flambeau.ir.program import Item
 from flambeau.ir.scalar import abs_, eq, exp, fma, maximum
 
@@ -104,4 +104,8 @@ def _scaled_sum(dtype: DType) -> Combine:
         scale = where(eq(am, bm), 1, exp(-abs_(am - bm)))  # equal infinities: their difference is NaN
         return maximum(am, bm), where(am >= bm, fma(bsum, scale, asum), fma(asum, scale, bsum))
 
-    return make_combine("scaled sum", (dtype, dtype), (-math.inf, 0), fn)
+    both = make_combine("scaled sum", (dtype, dtype), (-math.inf, 0), fn)
+    m, s = both.left
+    top, total = (Expr("carry", dtype, (), name) for name in ("top", "total"))
+    scaled = s * where(eq(m, top), 1, exp(m - top))
+    return replace(both, level=Level(top, total, m, const(True, torch.bool), scaled, (top, total)))
