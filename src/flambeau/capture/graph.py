@@ -26,6 +26,7 @@ from flambeau.runtime.launch_plan import DONATED, Held
 from flambeau.runtime.operator_calls import random_state, run_and_save, run_with
 from flambeau.runtime.placement import CPU, flat, movable
 from flambeau.runtime.streams.host_copies import fetch, send
+from flambeau.torch_compat.fake import FakeScriptObject
 from flambeau.torch_compat.ops import OpOverload
 from flambeau.torch_compat.streams import NUMBERS
 
@@ -133,6 +134,8 @@ class Lowering:
             self.bind(val, Host(name), force=True)
         elif val is None or isinstance(val, (int, float, bool)):
             self.env[n] = val
+        elif isinstance(val, FakeScriptObject):  # a mesh of processes, say: operators and results have it as it came
+            self.env[n] = Host(name)
         else:
             raise UnsupportedError(f"argument {n.name} of type {type(val).__name__} in a captured graph")
 

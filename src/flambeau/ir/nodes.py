@@ -136,7 +136,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Host:
-    """A number that Python finds when the program runs: an argument, a size of a tensor, what follows from others."""
+    """What Python finds when the program runs: an argument that is no tensor, a size of one, a number that follows from
+    others."""
 
     text: str
     needs: frozenset[str] = frozenset()  # the numbers and buffers in it

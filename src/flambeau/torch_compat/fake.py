@@ -9,11 +9,12 @@ from typing import Any
 
 from torch._dynamo.source import ConstantSource
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-__all__ = ["CompileContext", "ConstantSource", "FakeTensor", "FakeTensorMode", "FunctionalTensor", "TracingContext",
-           "detect_fake_mode", "forget_shapes", "quiet_traces", "unset_fake_temporarily"]
+__all__ = ["CompileContext", "ConstantSource", "FakeScriptObject", "FakeTensor", "FakeTensorMode", "FunctionalTensor",
+           "TracingContext", "detect_fake_mode", "forget_shapes", "quiet_traces", "unset_fake_temporarily"]
 
 LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
