@@ -22,7 +22,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 PIP   := $(BIN)/python $(INSTALL) -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all test-newest fuzz test-torch test-outside test-metal test-site test-install bench docs clean check-compiler
+.PHONY: help setup demo lint test test-all test-newest fuzz test-torch test-outside test-metal test-gpu test-site test-install bench docs clean check-compiler
 
 help:
 	@echo "make setup     install Flambeau and its tools into $(VENV)"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-torch PYTORCH_TESTS=path   PyTorch's own tests, on the device and with the backend (hours)"
 	@echo "make test-outside  train models of the transformers library on the device and on the CPU (long)"
 	@echo "make test-metal  operator tests and small models on a Mac's GPU; writes results/metal.json"
+	@echo "make test-gpu  streams, packages and speed on an NVIDIA GPU, in half an hour; writes build/gpu/results.tar.gz"
 	@echo "make fuzz      compare COUNT=2000 random programs on TARGET=cpu with eager"
 	@echo "make bench     measure Flambeau beside eager and Inductor"
 	@echo "make docs      write the generated pages in docs/, and build the site into build/site"
@@ -119,6 +120,9 @@ test-metal: setup
 	@echo "==> Metal kernels on this Mac's GPU"
 	@mkdir -p results
 	@PYTHONPATH=tests $(BIN)/python tests/metal_on_a_mac.py --json results/metal.json
+
+test-gpu: setup
+	@$(BIN)/python tests/gpu_session.py --out build/gpu
 
 fuzz: setup
 	@echo "==> $(COUNT) random programs on $(TARGET)"

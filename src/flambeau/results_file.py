@@ -53,7 +53,7 @@ def origin() -> dict[str, str]:
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     name = module.name.removesuffix(".__main__") if module else ""
     file = Path(sys.argv[0])
-    program = (f"python -m {name}" if name and not name.startswith("flambeau.cli")
+    program = (f"python -m {name}" if name and name not in ("flambeau", "flambeau.cli")
                else f"python {shortened(file)}" if file.suffix == ".py" and file.name != "__main__.py" else "flambeau")
     words = [shortened(Path(word)) if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return {"command": " ".join([program, *map(shlex.quote, words)]),

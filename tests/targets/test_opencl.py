@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from flambeau.targets.cache import DiskCache
 from flambeau.targets.opencl.compile import ClCompiler, library
 from flambeau.targets.opencl.device import ClDevice, devices, host_device
 from flambeau.targets.opencl.memory import ALIGNMENT, HostMemory, Span, merged
+from flambeau.targets.opencl.pocl import name_the_cpu
 from flambeau.targets.opencl.target import OpenClTarget
 from opencl_forms import FORMS, POINTS, THREADS
 from small_models import MODELS as SMALL
@@ -78,6 +81,25 @@ assert os.environ.get("POCL_AFFINITY") == {given.get("POCL_AFFINITY")!r}
 """
     plain = {k: v for k, v in os.environ.items() if not k.startswith("POCL_")}
     subprocess.run([sys.executable, "-c", script], env=plain | given, check=True, timeout=120)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="PoCL knows all CPUs of other kinds by one name")
+@pytest.mark.parametrize(("known", "found", "named"), [(b"generic", "AVX512", b"skylake-avx512"),
+                                                       (b"generic", "AVX2", b"haswell"),
+                                                       (b"generic", "DEFAULT", b"x86-64"),
+                                                       (b"generic_", "AVX2", b""), (b"znver3", "AVX2", b"")])
+def test_a_cpu_that_pocl_has_no_name_for_gets_one(known: bytes, found: str, named: bytes,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: found)
+    text = ctypes.create_string_buffer(known)
+    words = (ctypes.c_uint64 * 600)(1, 2**63, 0xdead0000, 0, *range(596))
+    words[300] = ctypes.addressof(text)
+    before = list(words)
+    assert name_the_cpu(ctypes.addressof(words)) == named.decode()
+    if named:
+        assert ctypes.string_at(words[300]) == named
+        before[300] = words[300]
+    assert list(words) == before
 
 
 def test_devices_have_names_and_limits() -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ from flambeau.errors import UnsupportedError
 from flambeau.ir.capabilities import MODES, Capabilities
 from flambeau.ir.dtypes import SUPPORTED, DType
 from flambeau.ir.tuning import CPU, CPU_WORK_ITEMS, POINTS
+from flambeau.targets.opencl import pocl
 
 if TYPE_CHECKING:
     import pyopencl
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 NAME = "opencl"
 LARGE_GROUP = 1024  # of a long row
 PIECES = 64  # that a reduction of few results is cut into on CPUs: the same on all of them, so that results are
-POCL = "Portable Computing Language"
-_PINNED = "POCL_AFFINITY"
-_FEWER = ("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT")  # threads than cores
 
 
 class DeviceFacts:
@@ -98,6 +94,7 @@ class ClDevice(DeviceFacts):
         self.units, self.largest_group = int(device.max_compute_units), int(device.max_work_group_size)
         self.local_bytes, self.extensions = int(device.local_mem_size), frozenset(device.extensions.split())
         self.lock = threading.RLock()
+        self.named = pocl.name_the_cpu(device.int_ptr) if self.is_pocl and self.is_cpu else ""  # what it compiles for
         self._pid = os.getpid()  # drivers start threads when they are asked for devices
 
     def __repr__(self) -> str:
@@ -131,7 +128,7 @@ class ClDevice(DeviceFacts):
 
     @cached_property
     def is_pocl(self) -> bool:
-        return bool(self.device.platform.name.strip() == POCL)
+        return bool(self.device.platform.name.strip() == pocl.PLATFORM)
 
     @cached_property
     def shares_host_memory(self) -> bool:
@@ -154,26 +151,8 @@ class ClDevice(DeviceFacts):
     @cached_property
     def identity(self) -> str:
         d = self.device
-        parts = (d.platform.name, d.platform.version, d.name, d.version, d.driver_version, *self.options)
+        parts = (d.platform.name, d.platform.version, d.name, d.version, d.driver_version, self.named, *self.options)
         return "|".join(part.strip() for part in parts)
-
-
-@contextmanager
-def _a_core_for_each_thread() -> Iterator[None]:
-    """PoCL's threads, as many as there are cores, are told to keep to one each.
-
-    They sleep whenever a kernel ends, and a system that wakes them side by side on one core never lets them work at the
-    same time. Not where the process has some of the cores only: PoCL would not know which.
-    """
-    whole = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count()
-    if not whole or any(name in os.environ for name in (_PINNED, *_FEWER)):
-        yield
-        return
-    os.environ[_PINNED] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_PINNED]  # processes that this one starts decide for themselves
 
 
 @cache
@@ -185,7 +164,7 @@ def devices() -> tuple[ClDevice, ...]:
     except ImportError as error:
         raise UnsupportedError(f"PyOpenCL cannot be imported: {error}", target=NAME, hint=hint) from error
     try:
-        with _a_core_for_each_thread():
+        with pocl.a_core_for_each_thread():
             found = [d for platform in pyopencl.get_platforms() for d in platform.get_devices()]
     except pyopencl.Error as error:
         raise UnsupportedError(f"OpenCL finds no platform: {error}", target=NAME, hint=hint) from error

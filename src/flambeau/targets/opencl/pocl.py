@@ -1,0 +1,71 @@
+"""PoCL, the OpenCL driver for CPUs that comes from the package index: what it must be told.
+
+    with a_core_for_each_thread():
+        found = platform.get_devices()
+    name_the_cpu(device.int_ptr)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+PLATFORM = "Portable Computing Language"
+_PINNED = "POCL_AFFINITY"
+_FEWER = ("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT")  # threads than cores
+_UNKNOWN = b"generic\0"
+_NAMES = {"AVX512": b"skylake-avx512", "AVX2": b"haswell"}  # by what torch finds; else x86-64. PoCL's libraries are so
+_RECORD = 4096  # bytes of a device's record that are looked at; it is shorter
+_given: list[ctypes.Array[ctypes.c_char]] = []  # names that drivers hold
+
+
+@contextmanager
+def a_core_for_each_thread() -> Iterator[None]:
+    """PoCL's threads, as many as there are cores, are told to keep to one each.
+
+    They sleep whenever a kernel ends, and a system that wakes them side by side on one core never lets them work at the
+    same time. Not where the process has some of the cores only: PoCL would not know which.
+    """
+    whole = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count()
+    if not whole or any(name in os.environ for name in (_PINNED, *_FEWER)):
+        yield
+        return
+    os.environ[_PINNED] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_PINNED]  # processes that this one starts decide for themselves
+
+
+def name_the_cpu(record: int) -> str:
+    """Give a device a CPU to compile for, if PoCL found none. Returns its name, or nothing.
+
+    The compiler inside PoCL has no name for x86 CPUs that are younger than itself. It says `generic`, which it then
+    refuses ("unknown target CPU 'generic'", pocl/pocl#1049), and no option of a build names another one. The name is
+    a pointer in the device's record; memory is read through the system, which answers where there is none.
+    """
+    if platform.machine() != "x86_64" or not os.path.exists("/proc/self/mem"):
+        return ""
+    found = torch.backends.cpu.get_cpu_capability()
+    name = next((name for level, name in _NAMES.items() if found.startswith(level)), b"x86-64")
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        def read(address: int, size: int) -> bytes:
+            try:
+                return os.pread(memory.fileno(), size, address)
+            except (OSError, OverflowError):
+                return b""
+
+        words = read(record, _RECORD)
+        for at in range(0, len(words) - 7, 8):
+            address, = struct.unpack_from("Q", words, at)
+            if address and read(address, len(_UNKNOWN)) == _UNKNOWN:
+                _given.append(ctypes.create_string_buffer(name))
+                ctypes.c_uint64.from_address(record + at).value = ctypes.addressof(_given[-1])
+                return name.decode()
+    return ""
