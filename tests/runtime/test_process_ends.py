@@ -40,7 +40,7 @@ def test_nothing_is_left(what: str, how: str, seconds: float, cache: Path) -> No
     assert problems(what, how, seconds, cache) == []
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_hundred_starts_and_ends(cache: Path) -> None:
     assert main(100, cache) == 0
 
