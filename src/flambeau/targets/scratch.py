@@ -71,6 +71,7 @@ class Scratch:
             for item in list(os.scandir(self.home)):
                 with suppress(OSError):
                     _remove_dead(item.path)
+            self.home.rmdir()  # fails while others are at work
 
     def _make(self) -> Path:
         while True:
@@ -100,7 +101,7 @@ class Scratch:
             shutil.rmtree(path, ignore_errors=True)
             release(self._descriptor)
             os.close(self._descriptor)
-            with suppress(OSError):  # others are at work
+            with suppress(OSError):
                 self.home.rmdir()
 
     def _leave(self) -> None:

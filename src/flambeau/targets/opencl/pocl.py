@@ -13,14 +13,13 @@ import platform
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
+from pathlib import Path
 
 PLATFORM = "Portable Computing Language"
 _PINNED = "POCL_AFFINITY"
 _FEWER = ("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT")  # threads than cores
 _UNKNOWN = b"generic\0"
-_NAMES = {"AVX512": b"skylake-avx512", "AVX2": b"haswell"}  # by what torch finds; else x86-64. PoCL's libraries are so
+_NAMES = {"avx512vl": b"skylake-avx512", "avx2": b"haswell"}  # by what the CPU has; else x86-64. PoCL's libraries are so
 _RECORD = 4096  # bytes of a device's record that are looked at; it is shorter
 _given: list[ctypes.Array[ctypes.c_char]] = []  # names that drivers hold
 
@@ -43,17 +42,22 @@ def a_core_for_each_thread() -> Iterator[None]:
         del os.environ[_PINNED]  # processes that this one starts decide for themselves
 
 
+def _features() -> set[str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
 def name_the_cpu(record: int) -> str:
     """Give a device a CPU to compile for, if PoCL found none. Returns its name, or nothing.
 
     The compiler inside PoCL has no name for x86 CPUs that are younger than itself. It says `generic`, which it then
     refuses ("unknown target CPU 'generic'", pocl/pocl#1049), and no option of a build names another one. The name is
-    a pointer in the device's record; memory is read through the system, which answers where there is none.
+    a pointer in the device's record; memory is read through the system, which answers where there is none. Processes
+    without torch use this too.
     """
     if platform.machine() != "x86_64" or not os.path.exists("/proc/self/mem"):
         return ""
-    found = torch.backends.cpu.get_cpu_capability()
-    name = next((name for level, name in _NAMES.items() if found.startswith(level)), b"x86-64")
+    name = next((name for feature, name in _NAMES.items() if feature in _features()), b"x86-64")
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         def read(address: int, size: int) -> bytes:
             try:
