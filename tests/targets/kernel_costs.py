@@ -5,16 +5,9 @@
 
 The model. Memory moves lines. The points of a kernel come in the order of its groups; what is touched again is still
 there if what was touched in between fits into a cache (`CACHE`), and is moved again otherwise. Between passes of a
-<<<<<<< HEAD:tests/targets/kernel_costs.py
 kernel over its rows nothing is counted as cached but what was read last, where a pass goes the other way. What
 work-items hold in registers is read once, and so is what lies in a line that the row itself reads before or after it.
 Data decide where a gather reads: it counts as if each row were read once. What is masked out counts as read.
-=======
-kernel over its rows nothing is counted as cached but what was read last, where a pass goes the other way: what
-work-items hold in registers is read once, and what is read once for a row, in a line that the row itself reads before
-or after it. Data decide where a gather reads: it
-counts as if each row were read once. What is masked out counts as read.
->>>>>>> w-metal:src/flambeau/codegen/simt/cost.py
 """
 
 from __future__ import annotations
@@ -360,11 +353,21 @@ class Model:
         writes = self.once(a for a in self.writes if a.name not in self.own)
         if not isinstance(self.k, ContractKernel):
             return self.once(every) + writes
-        # No order of products reads less of its factors, with a cache of so many elements (Hong and Kung, 1981).
+        # No order of products reads less of its factors, with a cache of so many elements (Hong and Kung, 1981). Where
+        # windows overlap, an element is in so many more products (Demmel and Dinh, 2018).
         k, size = self.k, self.k.left.dtype.itemsize
         products = prod(self.about(volume(v)) for v in (k.batch, k.rows, k.columns, k.depth))
-        least = int(2 * products * size / float(CACHE / size) ** 0.5)
+        windows = max((self.overlap(e.attr[1][0]) for e in loads(k.left, k.right)), default=1.0)
+        least = int(2 * products * size / float(CACHE / size * windows) ** 0.5)
         return max(self.once(a for a in every if not a.ends), least) + self.once(a for a in every if a.ends) + writes
+
+    def overlap(self, at: Index) -> float:
+        """In how many windows an element is, about."""
+        assert isinstance(self.k, ContractKernel)
+        straight = [v for v in (*self.k.batch, *self.k.rows, *self.k.columns, *self.k.depth)
+                    if (c := at.coefficient(v)) is not None and c.is_const and c.const]
+        sizes = {v: self.about(v.size) for v in straight}
+        return max(1.0, prod(sizes.values()) / max(reached(at, straight, lambda v: sizes[v]), 1))
 
     def once(self, found: Iterable[Access]) -> int:
         """Bytes of all that is touched, each once."""

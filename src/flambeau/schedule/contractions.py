@@ -209,12 +209,10 @@ def roles(d: NestDraft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
 
 
 def inside_first(depth: list[Sym], d: NestDraft) -> list[Sym]:
-    """The summed variable that is contiguous in a factor goes innermost."""
-    for e in loads(*d.items[0].exprs):
-        for v in depth:
-            if e.attr[1][0].coefficient(v) is ONE:
-                return [*(x for x in depth if x is not v), v]
-    return depth
+    """Summed variables that are contiguous in a factor go inside, so that lines of memory are read at once; innermost is
+    that of the first factor that has one."""
+    found = {v: None for e in loads(*d.items[0].exprs) for v in depth if e.attr[1][0].coefficient(v) is ONE}
+    return [*(v for v in depth if v not in found), *reversed(found)]
 
 
 def cost(d: NestDraft, right: Expr, rows: Sequence[Sym], columns: Sequence[Sym], depth: Sequence[Sym], t: Tuning
