@@ -153,12 +153,14 @@ class LoopKernel(AnySize):
             name for name, at in self.accesses()
             if at.symbols() & {*self.inner} and at.coefficient(last) is ONE and at.coefficient(v) not in (ONE, ZERO)]
 
-    def transposed_reads(self) -> list[Expr]:
-        """What a map reads along the second variable of its tiles, at places that need no computing."""
+    def transposed_reads(self, masked: bool = False) -> list[Expr]:
+        """What a map reads along the second variable of its tiles, at places that need no computing; `masked`: also
+        where its point says whether it is read."""
         if self.tile is None or self.vector is None:
             return []
-        reads = loads(*exprs_of(self.items))
-        return [e for e in reads if not e.args and (at := e.attr[1][0]).coefficient(self.tile) is ONE
+        reads = [e for e in loads(*exprs_of(self.items))
+                 if not e.args or masked and all(x.op not in ("load", "local", "fold", "raw") for x in walk(*e.args))]
+        return [e for e in reads if (at := e.attr[1][0]).coefficient(self.tile) is ONE
                 and at.coefficient(self.vector) not in (ONE, ZERO)
                 and at.symbols() <= {*self.outer, *self.sizes} and not any(isinstance(a, Dyn) for a in at.atoms())]
 

@@ -209,8 +209,8 @@ def roles(d: NestDraft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
 
 
 def inside_first(depth: list[Sym], d: NestDraft) -> list[Sym]:
-    """Summed variables that are contiguous in a factor go inside, so that lines of memory are read at once; innermost is
-    that of the first factor that has one."""
+    """Summed variables that are contiguous in a factor go inside, so that lines of memory are read at once; innermost
+    is that of the first factor that has one."""
     found = {v: None for e in loads(*d.items[0].exprs) for v in depth if e.attr[1][0].coefficient(v) is ONE}
     return [*(v for v in depth if v not in found), *reversed(found)]
 

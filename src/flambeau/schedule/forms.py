@@ -110,7 +110,7 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
         return Form("columns", t.group)  # registers hold what is read more than once
     windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
     many = not k.inner and k.about(volume(k.outer), t.streamed_points) >= t.streamed_points and not windows
-    if many and k.transposed_reads():
+    if many and k.transposed_reads(masked=True):
         return Form("transpose")
     memory = cost_of(exprs) <= t.streamed_work and 0 < len(loads(*exprs)) * t.access_bytes // 4 <= t.registers
     return Form("streamed" if many and k.outer and k.bounds is None and memory else "points")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from codegen.c.test_loops import softmax, sums, swapped
 from codegen.programs import graph_of
@@ -175,6 +176,35 @@ def test_rows_that_share_lines_at_places_that_are_computed_come_side_by_side() -
     (_, program), = programs("interpolate", lambda compile: compile(resized)(x))
     (_, cost), = program_costs(program, Metal, SHAPE)
     assert cost.ratio < 1.1
+
+
+def test_reductions_whose_results_lie_the_other_way_move_lines_once() -> None:
+    with FakeTensorMode():
+        x = torch.empty(96, 7568, 13).permute(2, 1, 0)
+        (_, program), = programs("min", lambda compile: compile(lambda x: x.min(0))(x))
+    (_, cost), = program_costs(program, Metal, SHAPE)
+    assert cost.ratio < 1.1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_read_under_a_mask_is_transposed_by_tiles(dynamic: bool) -> None:
+    with FakeTensorMode():
+        x, y = torch.empty(11, 6095, 232).permute(2, 0, 1), torch.empty(232, 6095, 11).transpose(1, 2)
+        joined = lambda x, y: torch.cat((x, y, x))  # noqa: E731
+        (_, program), = programs("cat", lambda compile: compile(joined, dynamic=dynamic)(x, y))
+    (_, cost), = program_costs(program, Metal, SHAPE)
+    assert cost.ratio < 1.1
+
+
+def test_a_sum_over_what_is_contiguous_here_and_there_reads_lines_once() -> None:
+    def weight(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return torch.nn.grad.conv3d_weight(x, (24, 1, 5, 5, 5), g, padding=2)
+
+    with FakeTensorMode():
+        x, g = torch.empty(47, 87, 62, 17).movedim(3, 0).unsqueeze(1), torch.empty(17, 24, 47, 87, 62)
+        (_, program), = programs("weight", lambda compile: compile(weight)(x, g))
+    found = [cost for _, cost in program_costs(program, Metal, SHAPE)]
+    assert found and all(cost.ratio < 1.1 for cost in found)
 
 
 def test_what_a_call_reads_has_to_be_written() -> None:

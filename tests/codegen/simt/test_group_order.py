@@ -65,6 +65,11 @@ def test_columns_that_lie_two_ways(shape: tuple[int, ...], on: str) -> None:
                                               .transpose(1, 2)))
 
 
+@pytest.mark.parametrize("shape", [(96, 757, 13), (33, 300, 9), (3, 1031, 7)])
+def test_results_that_lie_the_other_way(shape: tuple[int, ...], on: str) -> None:
+    checked(lambda x: x.amax(0), on, (torch.randn(shape).permute(2, 1, 0),))
+
+
 @pytest.mark.parametrize(("rows", "inner"), [(2, 2), (5, 3), (17, 2), (33, 7)])
 def test_rows_that_share_a_factor(rows: int, inner: int, on: str) -> None:
     checked(lambda x, y: (x * y).sum(-1), on, (torch.randn(rows, inner, 1031), torch.randn(inner, 1031)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,7 +16,8 @@ from codegen.c.test_loops import affine, close, close_sum, each, running, softma
 from codegen.programs import Built, built, run
 from flambeau.ir import build
 from flambeau.ir.dtypes import opmath
-from flambeau.ir.expr import cast, where
+from flambeau.ir.expr import Expr, cast, index_value, masked, where
+from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
 from flambeau.ir.tuning import POINTS as TUNED
 from flambeau.targets.opencl.compile import library
@@ -114,6 +116,25 @@ def test_sums_with_transposed_factors(on: str) -> None:
     ours, other = run(make, x, y, z, on=on)
     torch.testing.assert_close(ours, (x - y * x.flip(1)).t())
     assert torch.equal(other, z.permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("on", [POINTS, THREADS, "cpu"])
+@pytest.mark.parametrize("shape", [(131, 200), (64, 320), (1000, 17)])
+def test_transpositions_of_what_is_read_under_a_mask(shape: tuple[int, int], on: str) -> None:
+    x, y = torch.randn(shape), torch.randn(shape)
+    rows = shape[1]
+
+    def make(x: Value, y: Value) -> list[Value]:
+        def one(i: Sequence[Index]) -> Expr:
+            first = index_value(i[0]) < index_value(rows)
+            later = index_value(i[0]) >= index_value(rows)
+            return where(first, masked(x.load((i[1], i[0])), first), masked(y.load((i[1], i[0] - rows)), later))
+
+        return [build.pointwise((2 * rows, shape[0]), one)]
+
+    b = built(make, x, y, on=on)
+    assert on != POINTS or all("transposed" in text for text in b.texts)
+    assert torch.equal(b(x, y)[0], torch.cat((x.t(), y.t())))
 
 
 def rows(b: Built, x: Tensor) -> None:

@@ -4,7 +4,7 @@
 
 If a cache does not hold that much, some rows are walked side by side instead (a band): all of them read a part of
 `scale` before any group goes on to the next part. The same holds for elements of several rows that share a line of
-memory, and for the products of a batch whose factors do.
+memory, read or written, and for the products of a batch whose factors do.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE) -> Ban
     reads = [(e.attr[1][0], itemsizes[e.attr[0]]) for e in read]
     if isinstance(k, ScatterKernel):
         reads += [(k.address, itemsizes[k.name])]
+    if isinstance(k, LoopKernel):
+        reads += [(at, itemsizes[name]) for name, at in k.stores]
     inner = k.inner if isinstance(k, LoopKernel) else (k.axis,) if isinstance(k, ScanKernel) else \
         (*k.rows, *k.columns, *k.depth) if isinstance(k, ContractKernel) else ()
     found: dict[int, int] = {}  # bytes that are read again, by the number of outer variables

@@ -21,7 +21,7 @@ class Transpose(Several, PointLoops):
         super().__init__(dialect, kernel, shape)
         assert kernel.vector is not None and kernel.tile is not None
         self.along, self.across = kernel.vector, kernel.tile
-        self.reads = kernel.transposed_reads()
+        self.reads = kernel.transposed_reads(masked=True)
         # Tiles that share the lines of what is contiguous along a third variable come one after the other.
         third = {v for _, a in kernel.accesses() for v in kernel.outer if a.coefficient(v) is ONE}
         self.beside = [v for v in kernel.outer if v in third - {self.along, self.across}]

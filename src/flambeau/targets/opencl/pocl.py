@@ -19,7 +19,7 @@ PLATFORM = "Portable Computing Language"
 _PINNED = "POCL_AFFINITY"
 _FEWER = ("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT")  # threads than cores
 _UNKNOWN = b"generic\0"
-_NAMES = {"avx512vl": b"skylake-avx512", "avx2": b"haswell"}  # by what the CPU has; else x86-64. PoCL's libraries are so
+_NAMES = {"avx512vl": b"skylake-avx512", "avx2": b"haswell"}  # by feature; else x86-64: what PoCL's libraries are for
 _RECORD = 4096  # bytes of a device's record that are looked at; it is shorter
 _given: list[ctypes.Array[ctypes.c_char]] = []  # names that drivers hold
 
