@@ -202,8 +202,9 @@ class Model:
             along = [(v, 1, False) for v in (k.inner if isinstance(k, LoopKernel) else
                                              (k.axis,) if isinstance(k, ScanKernel) else ())]
             beside = [(v, n, True) for v, n in rows]
-            # Groups of columns that run at once go through them together.
-            within = [*along, *beside] if isinstance(w, ColumnLoops) else [*beside, *along]
+            # Groups that run at once go through their rows or columns together.
+            together = isinstance(w, ColumnLoops) or isinstance(w, RowLoops) and w.bands.rows <= POINTS.groups
+            within = [*along, *beside] if together else [*beside, *along]
             return [*((v, n, False) for v, n in (*rows, *row)), *within, *((v, n, True) for v, n in row)]
         if isinstance(k, ScatterKernel):
             return [(v, 1, False) for v in (k.out_vars if isinstance(w, PointStart) else k.vars)]
@@ -333,7 +334,14 @@ class Model:
 
     @cached_property
     def every_read(self) -> list[tuple[list[Access], float]]:
-        return [(r, share) for r, share in self.reads() if r and share]
+        found = [(r, share) for r, share in self.reads() if r and share]
+        every = dict.fromkeys(a for r, _ in found for a in r)
+        return [([*every], 1.0)] if len(found) > 1 and self.held_by_a_cache(every) else found
+
+    def held_by_a_cache(self, found: Iterable[Access]) -> bool:
+        """Whether a group finds what it read before, beside the others that run."""
+        each = sum(a.touches(s for s in self.around(a) if s not in self.outer) for a in found)
+        return isinstance(self.k, LoopKernel) and each * POINTS.groups <= CACHE
 
     @cached_property
     def writes(self) -> list[Access]:
