@@ -144,3 +144,16 @@ def test_norms_along_dimensions_of_one_element_counted_from_the_end(numerics: st
         norm._dispatch_cache.clear()
     torch.testing.assert_close(made, x.norm(2, (-1,)) * 2)
     assert made.shape == (3, 2)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_norm_of_one_element_is_its_size(dynamic: bool) -> None:
+    norm = torch.linalg.vector_norm
+
+    def fn(x):
+        return [(norm(x, p, dim=1), norm(x, p, dim=(1, 2)), norm(x[:, :, :1], p, dim=(1, 2)))
+                for p in (0, 1, 2, -41, 3e8)]
+
+    compiled = torch.compile(fn, backend="flambeau", dynamic=dynamic)
+    for x in (torch.randn(5, 3, 2), torch.tensor([0.1, -1e30, 1e-30, INF, float("nan"), 0, 2]).view(7, 1, 1)):
+        torch.testing.assert_close(compiled(x), fn(x), equal_nan=True)

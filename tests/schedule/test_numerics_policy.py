@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -31,6 +33,22 @@ def test_values_are_compared_as_eager_rounds_them(compare: str) -> None:
     x = torch.randn(4096).bfloat16()
     y = (x.float() / 1.01).bfloat16()
     assert torch.equal(torch.compile(f, backend="flambeau")(x, y), f(x, y))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("whole", [torch.trunc, torch.floor, torch.ceil, torch.round, torch.Tensor.long,
+                                   torch.Tensor.bool])
+def test_whole_numbers_are_those_of_what_eager_rounds(whole: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+                                                      ) -> None:
+    """Beside a step, the last digit decides: 8.998 is 9 in bfloat16."""
+    a, b = (torch.rand(4000).mul(10).sub(5).to(dtype) for _ in range(2))
+    b = torch.where(b.abs() < 0.1, torch.ones_like(b), b)
+
+    def quotients(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return whole(a / b), whole(a * b), torch.div(a, b, rounding_mode="trunc"), whole(a * 1e-6)
+
+    for ours, eagers in zip(torch.compile(quotients, backend="flambeau")(a, b), quotients(a, b), strict=True):
+        assert torch.equal(ours, eagers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -38,7 +38,7 @@ from flambeau.ir.scalar import (
 )
 from flambeau.ops.facts import EVERYWHERE, ON_CUDA, WIDE, describe
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, scalar_at, table
-from flambeau.ops.rounding import by_kernels, mad, step, stored
+from flambeau.ops.rounding import as_stored, by_kernels, mad, step, stored
 from flambeau.torch_compat.prims import has_fma, prims
 
 aten = torch.ops.aten
@@ -250,7 +250,7 @@ def divided(op: str, a: Expr, b: Expr) -> Expr:
 
 @pointwise
 def trunc_divide(a: Expr, b: Expr) -> Expr:
-    return trunc(step(a / b)) if is_float(a.dtype) else divided("div", a, b)
+    return trunc(as_stored(a / b)) if is_float(a.dtype) else divided("div", a, b)
 
 
 @lower_pointwise(aten.floor_divide)

@@ -16,7 +16,7 @@ from flambeau.ir.dtypes import DType, accumulator, int_to_float, is_float, opmat
 from flambeau.ir.expr import Expr, cast, index_value, masked, where
 from flambeau.ir.index import ZERO, Index, about, is_positive, product
 from flambeau.ir.nodes import Combine, Shape, Value, contiguous_strides
-from flambeau.ir.scalar import abs_, exp, is_finite, log, maximum, minimum, ne, pow_, sqrt, square
+from flambeau.ir.scalar import abs_, eq, exp, is_finite, log, maximum, minimum, ne, pow_, sqrt, square
 from flambeau.ops.facts import EVERYWHERE, describe, of_family
 from flambeau.ops.registry import lower, wrap_dims
 from flambeau.torch_compat.decomp import vector_norm as reference_norm
@@ -357,6 +357,10 @@ def vector_norm(x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, 
     out = dtype or x.dtype
     wide = opmath(out)
     axes = wrap_dims(dim, x.rank)
+    n = product(x.shape[a] for a in axes)
     join, each, whole = p_norm(float(ord))
+    if ord not in (0, 1) and math.isfinite(ord) and not is_positive(n - 1):  # of one element: what no power rounds
+        single, power, root = eq(index_value(n), 1), each, whole
+        each, whole = lambda e: where(single, abs_(e), power(e)), lambda e: where(single, e, root(e))
     total = accumulate(join, x.shape, axes, wide, lambda i: each(cast(cast(x.load(i), out), wide)))
     return finish(total, out, axes, keepdim, whole)

@@ -41,9 +41,14 @@ def mad(a: Expr, b: Expr, c: Scalar) -> Expr:
     return fma(a, b, lift(c, a.dtype)) if build.policy().fuses_multiply_add and is_float(a.dtype) else a * b + c
 
 
+def as_stored(x: Expr) -> Expr:
+    """With the digits of the tensors' dtype."""
+    return round_to(x, _stored.get())
+
+
 def step(x: Expr) -> Expr:
     """A result within a kernel that computes in the dtype of its tensors."""
-    return round_to(x, _stored.get()) if build.policy().steps and is_float(x.dtype) else x
+    return as_stored(x) if build.policy().steps and is_float(x.dtype) else x
 
 
 def mad_by_steps(a: Expr, b: Expr, c: Scalar) -> Expr:

@@ -15,6 +15,7 @@ from .inline import map_exprs
 _SMALL = (torch.float16, torch.bfloat16)
 _CHOICES = ("where", "min", "max")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_STEPS = ("floor", "ceil", "trunc", "round")
 
 
 def widen(e: Expr) -> Expr:
@@ -27,9 +28,11 @@ def widen(e: Expr) -> Expr:
 
 
 def keep_compared(roots: list[Expr], memo: dict[Expr, Expr]) -> None:
-    """What is compared with another value stays as eager rounded it: a maximum must equal the value it came from."""
+    """What is compared with another value stays as eager rounded it: a maximum must equal the value it came from. So
+    does what becomes a whole number: beside a step, the last digit decides which."""
     everything = list(walk(*roots))
-    compared = {a for e in everything if e.op in _COMPARISONS and all(a.op != "const" for a in e.args) for a in e.args}
+    compared = {a for e in everything if e.op in _STEPS or e.op == "cast" and not is_float(e.dtype)
+                or e.op in _COMPARISONS and all(a.op != "const" for a in e.args) for a in e.args}
     for e in everything:  # operands before users
         if e in compared:
             keep_rounded(e, memo)
