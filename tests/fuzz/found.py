@@ -95,6 +95,8 @@ FOUND: dict[str, Program] = {
         ["torch.randn(2, 2, 1)", "torch.zeros(1, dtype=torch.int64)"],
         "v0 = F.conv_transpose1d(a0, a0.new_ones(2, 2, 2), stride=2)", "v1 = v0.as_strided((3, 3, 1), (1, 2, 2), 0)",
         "v1.index_put_((a1,), v1.narrow(0, 0, 1).clone(), accumulate=True)", results="v1"),
+    "a line of nothing is reduced": written(
+        ["torch.zeros(1, 0, dtype=torch.int32)"], "v0 = a0.prod(1, keepdim=True)", results="v0", exact=True),
     "a factor of a product below the least half": written(
         ["torch.randn(())", "(torch.randn(3, 3, 4) / 4).half()"], "v0 = a1.prod()", "v1 = torch.minimum(v0, a0)",
         results="v1"),

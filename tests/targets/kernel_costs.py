@@ -211,7 +211,9 @@ class Model:
         inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
         if isinstance(w, Transpose):
             both = ((w.along, w.long), (w.across, w.high))
-            return [*((v, 1, False) for v in w.apart), *((v, n, False) for v, n in both),
+            rows = self.spread(w.bands.outer, w.bands.rows) if w.bands else []
+            return [*((v, n, False) for v, n in rows), *((v, 1, False) for v in w.apart if v not in dict(rows)),
+                    *((v, n, False) for v, n in both), *((v, n, True) for v, n in rows),
                     *((v, 1, False) for v in w.beside), *((v, n, True) for v, n in both)]
         if isinstance(w, RowLoops) and not isinstance(w, ColumnLoops) or not k.outer:
             return [(v, 1, False) for v in (*k.outer, *inner)]

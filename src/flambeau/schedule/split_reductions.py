@@ -259,7 +259,7 @@ def short_line(graph: Graph, n: Reduce, t: Tuning) -> Sym | None:
     at, itemsize = main_places(graph, n), max((e.dtype.itemsize for e in loads(*n.inputs)), default=1)
     for v in n.reduced:
         short = v.size.is_const and (v.size.const < t.vector_least or v.size.const * itemsize < t.line_bytes)
-        if short and v.size is not ONE and at and all(
+        if short and v.size.const > 1 and at and all(
                 i.coefficient(v) is ONE and any(i.coefficient(w) is v.size for w in n.kept) for i in at):
             return v
     return None

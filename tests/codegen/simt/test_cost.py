@@ -186,6 +186,15 @@ def test_reductions_whose_results_lie_the_other_way_move_lines_once() -> None:
     assert cost.ratio < 1.1
 
 
+def test_tiles_that_read_the_same_come_side_by_side() -> None:
+    def scaled(x: Value, y: Value, z: Value) -> list[Value]:
+        return [build.pointwise(x.shape, lambda i: x.load(i) * y.load((i[2], i[1])) * z.load(i[1:]))]
+
+    kernel, = kernels(scaled, (157, 4840, 32), (32, 4840), (4840, 32))
+    cost, = costs(kernel, Metal, SHAPE)
+    assert cost.ratio < 1.1
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_what_is_read_under_a_mask_is_transposed_by_tiles(dynamic: bool) -> None:
     with FakeTensorMode():

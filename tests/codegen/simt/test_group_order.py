@@ -65,6 +65,12 @@ def test_columns_that_lie_two_ways(shape: tuple[int, ...], on: str) -> None:
                                               .transpose(1, 2)))
 
 
+@pytest.mark.parametrize("shape", [(17, 130, 97), (2, 33, 500), (5, 3, 7, 200, 64)])
+def test_tiles_that_share_a_factor(shape: tuple[int, ...], on: str) -> None:
+    y = torch.randn(shape[:-3:-1])
+    checked(lambda x, y: x * y.t() + 1, on, (torch.randn(shape), y), by="(tile <")
+
+
 @pytest.mark.parametrize("shape", [(96, 757, 13), (33, 300, 9), (3, 1031, 7)])
 def test_results_that_lie_the_other_way(shape: tuple[int, ...], on: str) -> None:
     checked(lambda x: x.amax(0), on, (torch.randn(shape).permute(2, 1, 0),))

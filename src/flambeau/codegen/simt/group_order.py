@@ -50,9 +50,10 @@ def touches(k: Kernel, address: Index, itemsize: int, row: set[Sym]) -> int:
     return bytes if most is None else min(bytes, most * itemsize)
 
 
-def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE) -> Bands | None:
+def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE, outer: int | None = None) -> Bands | None:
     """The bands of a kernel whose groups have so many points of these variables each, or of products, of which each of
-    a batch has so many tiles; None if it needs none, or if data say what a point reads."""
+    a batch has so many tiles; None if it needs none, or if data say what a point reads. `outer`: how many of the
+    variables may be those of rows."""
     if isinstance(k, LoopKernel) and k.bounds is not None:
         return None
     itemsizes, line = {p.name: p.dtype.itemsize for p in k.params}, POINTS.line_bytes
@@ -66,7 +67,7 @@ def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE) -> Ban
     inner = k.inner if isinstance(k, LoopKernel) else (k.axis,) if isinstance(k, ScanKernel) else \
         (*k.rows, *k.columns, *k.depth) if isinstance(k, ContractKernel) else ()
     found: dict[int, int] = {}  # bytes that are read again, by the number of outer variables
-    for n in range(1, len(vars) + product):
+    for n in range(1, len(vars) + product if outer is None else outer + 1):
         row = {*vars[n:], *inner}
         touched = {read: touches(k, *read, row) for read in reads}
         # Tiles of one product share its factors already, as far as a cache goes: others could only share its lines.

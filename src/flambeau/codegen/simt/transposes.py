@@ -6,12 +6,17 @@ that one, and used along the first.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from flambeau.ir.index import ONE, Sym, ceildiv, volume
 from flambeau.ir.program import LoopKernel
 from flambeau.ir.tuning import POINTS
 
 from ..dialect import Dialect
 from .dialect import Shape
+from .group_order import bands
 from .points import PointLoops
 from .wide_access import Several
 
@@ -32,24 +37,31 @@ class Transpose(Several, PointLoops):
         self.long, self.high = side_of(self.along, side), side_of(self.across, side)
         self.group = min(shape.group, self.long * self.high)
         self.each = self.long * self.high // self.group
+        self.wide, self.many = ceildiv(self.along.size, self.long), ceildiv(self.across.size, self.high)
+        tiles = self.wide * self.many * volume(self.beside)
+        every = [*self.apart, *self.beside, self.across, self.along]
+        b = bands(kernel, every, self.long * self.high, outer=len(self.apart))
+        if b is not None:  # tiles that read the same come side by side
+            self.bands = replace(b, groups=tiles * volume(self.apart[len(b.outer):]))
+        self.tiles = tiles * volume(self.apart)
 
     def bytes(self, side: int) -> int:
         return sum(e.dtype.itemsize for e in self.reads) * side * (side + 1)
 
     def write(self) -> None:
-        long, along, across = self.d.long, self.along, self.across
-        beside = self.index(volume(self.beside))
-        wide, high = ceildiv(along.size, self.long), ceildiv(across.size, self.high)
-        self.total = volume(self.apart) * wide * high * volume(self.beside) * self.group
+        long, along, across, b = self.d.long, self.along, self.across, self.bands
+        beside, wide, many = map(self.index, (volume(self.beside), self.wide, self.many))
+        self.total = (self.tiles if b is None else b.padded(self.tiles)) * self.group
         arrays = {e: self.fresh("transposed") for e in self.reads}
         for e, array in arrays.items():  # a column more: neighbours are not in the same bank, whichever way
             self.line(f"{self.d.local} {self.d.stored[e.dtype]} {array}[{self.long * (self.high + 1)}];")
-        self.line(f"const {long} {self.me} = {self.d.lane}, block = {self.d.group} / {beside};")
-        self.line(f"const {long} x0 = block % {self.index(wide)} * {self.long}, rest = block / {self.index(wide)};")
-        self.line(f"const {long} y0 = rest % {self.index(high)} * {self.high}, other = rest / {self.index(high)};")
-        with self.scope("{", (*self.apart, *self.beside)):
+        turn = b.turn(f"({self.d.types[torch.int64]}){self.d.group}", self.index) if b else self.d.group
+        self.line(f"const {long} {self.me} = {self.d.lane}, tile = {turn}, block = tile / {beside};")
+        self.line(f"const {long} x0 = block % {wide} * {self.long}, rest = block / {wide};")
+        self.line(f"const {long} y0 = rest % {many} * {self.high}, other = rest / {many};")
+        with self.scope(f"if (tile < {self.index(self.tiles)}) {{" if b else "{", (*self.apart, *self.beside)):
             self.decompose("other", self.apart)
-            self.decompose(f"{self.d.group} % {beside}", self.beside)
+            self.decompose(f"tile % {beside}", self.beside)
             with self.every() as s:
                 x, y = self.places(s, f"/ {self.high}", f"% {self.high}")
                 with self.scope("{", (along, across)):
