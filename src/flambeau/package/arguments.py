@@ -178,8 +178,8 @@ def nesting(structure: Any) -> Callable[[Sequence[Any]], Any]:
     (kind, inside), = structure.items()
     if kind == "output":
         return itemgetter(inside)
-    if kind == "dict":
-        named = {k: nesting(v) for k, v in inside.items()}
+    if kind in ("dict", "pairs"):  # keys that are no texts come in pairs
+        named = {k: nesting(v) for k, v in (inside.items() if kind == "dict" else inside)}
         return lambda results: {k: of(results) for k, of in named.items()}
     if kind in ("tuple", "list"):
         made, each = tuple if kind == "tuple" else list, [nesting(x) for x in inside]

@@ -276,22 +276,28 @@ def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str
     out.args = (tuple(left),)
 
 
+class Leaf(dict[str, Any]):
+    """Of a structure of results: {"output": its position}, or {"value": what it is}."""
+
+
 def structure_of(spec: Any, results: Sequence[Any]) -> Any:
     """How results are nested, with their positions at the leaves."""
     count = iter(range(len(results)))
 
-    def leaf(r: Any) -> Any:
-        return {"output": next(count)} if isinstance(r, fx.Node) else {"value": r}
+    def leaf(r: Any) -> Leaf:
+        return Leaf(output=next(count)) if isinstance(r, fx.Node) else Leaf(value=r)
 
     flat = [leaf(r) for r in results]
     return nested(tree_unflatten(flat, spec)) if spec is not None else nested(tuple(flat))
 
 
 def nested(x: Any) -> Any:
-    if isinstance(x, dict) and set(x) in ({"output"}, {"value"}):
+    if isinstance(x, Leaf):
         return x
+    if isinstance(x, dict) and all(isinstance(k, str) for k in x):
+        return {"dict": {k: nested(v) for k, v in x.items()}}
     if isinstance(x, dict):
-        return {"dict": {str(k): nested(v) for k, v in x.items()}}
+        return {"pairs": [[k, nested(v)] for k, v in x.items()]}
     if isinstance(x, list | tuple):
         return {"tuple" if isinstance(x, tuple) else "list": [nested(y) for y in x]}
     if x is None:
