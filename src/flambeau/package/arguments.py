@@ -21,9 +21,12 @@ from typing import Any
 import numpy as np
 
 from .client import CODES, Call, Failure, PackageError, Tensor, failed
+from .index import Port, Weight
 
 _WORDS = {"BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
           "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+
+STRIDED = "torch.strided"
 
 
 def array_dtype(name: str) -> Any:
@@ -132,45 +135,107 @@ def library_of(flat: Sequence[Any], device: str, number: int) -> NumPy | Torch:
     return Torch(f"{device}:{number}" if there else "cpu") if tensors else NumPy()
 
 
-def fill(t: Tensor, x: Any, name: str, wanted: str, device: str = "cpu") -> None:
-    """Describe an argument to the runtime. `wanted`: its dtype; bits of bfloat16 may be given as such. `device`: where
-    tensors must be."""
+def shown(x: Any) -> str:
+    """What was given in place of an array of the right kind."""
     if is_torch(x):
-        if str(x.device) != device or x.is_neg() or x.is_conj():
-            raise PackageError(f"input {name!r} is a tensor on {x.device}, and should be one on {device}")
-        dtype, shape, strides = str(x.dtype).removeprefix("torch."), tuple(x.shape), x.stride()
+        where = "" if x.device.type == "cpu" else f" on {x.device}"
+        kind = "" if str(x.layout) == STRIDED else f" of layout {x.layout}"
+        lazy = ", a view that is negated or conjugated" if not kind and (x.is_neg() or x.is_conj()) else ""
+        return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{kind}{where}{lazy}"
+    if isinstance(x, np.ndarray):
+        apart = any(s % max(x.itemsize, 1) for s in x.strides)
+        return f"{x.dtype} {list(x.shape)}" + f" with strides of {list(x.strides)} bytes" * apart
+    return f"{type(x).__name__} {x!r:.40}" if isinstance(x, bool | int | float | str) else type(x).__name__
+
+
+def unlike(port: Port | Weight, x: Any, device: str = "cpu", what: str = "input") -> PackageError:
+    there = "" if device == "cpu" else f" on {device}"
+    return PackageError(f"{what} {port.name!r}: expected {port.type}{there}, got {shown(x)}")
+
+
+def fill(t: Tensor, x: Any, port: Port | Weight, device: str = "cpu", what: str = "input") -> None:
+    """Describe an argument to the runtime, which checks it: here is refused what it knows no words for. Bits of bfloat16
+    may be given as such. `device`: where tensors must be."""
+    if is_torch(x):
+        if str(x.layout) != STRIDED or str(x.device) != device or x.is_neg() or x.is_conj():
+            raise unlike(port, x, device, what)
+        dtype, strides = str(x.dtype).removeprefix("torch."), x.stride()
         t.data = x.data_ptr()
     else:
-        if not isinstance(x, np.ndarray) or device != "cpu":
-            expected = "an array" if device == "cpu" else f"a tensor on {device}"
-            raise PackageError(f"input {name!r}: expected {expected}, got {type(x).__name__}")
-        dtype, shape, item = x.dtype.name, x.shape, x.itemsize
-        if not x.dtype.isnative:
-            raise PackageError(f"input {name!r}: its bytes are in the order of another machine")
-        if any(s % item for s in x.strides):
-            raise PackageError(f"input {name!r}: its elements do not lie at multiples of their size")
-        strides = tuple(s // item for s in x.strides)
-        dtype = wanted if (dtype, wanted) == ("uint16", "bfloat16") else dtype
+        dtype = x.dtype.name if isinstance(x, np.ndarray) and x.dtype.isnative and device == "cpu" else ""
+        if dtype not in CODES or any(s % x.itemsize for s in x.strides):
+            raise unlike(port, x, device, what)
+        strides = tuple(s // x.itemsize for s in x.strides)
+        dtype = port.dtype if (dtype, port.dtype) == ("uint16", "bfloat16") else dtype
         t.data = x.__array_interface__["data"][0]
-    if len(shape) > len(t.sizes):
-        raise PackageError(f"input {name!r} has {len(shape)} dimensions, and packages take up to {len(t.sizes)}")
-    t.dtype, t.rank = CODES.get(dtype, 0), len(shape)
-    for k, (n, s) in enumerate(zip(shape, strides)):
+    if dtype not in CODES or x.ndim > len(t.sizes):
+        raise unlike(port, x, device, what)
+    t.dtype, t.rank = CODES[dtype], x.ndim
+    for k, (n, s) in enumerate(zip(x.shape, strides)):
         t.sizes[k], t.strides[k] = n, s
 
 
+def is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) or is_torch(x)
+
+
 def paths(name: str, x: Any) -> list[tuple[str, Any]]:
-    """Arrays inside lists, tuples and dictionaries, by where they are."""
+    """What is inside lists, tuples and dictionaries, by where it is."""
     if isinstance(x, Mapping):
-        return [found for k in x for found in paths(f"{name}.{k}", x[k])]
-    if isinstance(x, list | tuple):
-        return [found for k, y in enumerate(x) for found in paths(f"{name}.{k}", y)]
-    return [] if x is None or isinstance(x, bool | int | float | str) else [(name, x)]
+        inside: Any = x.items()
+    elif isinstance(x, list | tuple):
+        inside = zip(getattr(x, "_fields", range(len(x))), x)
+    else:
+        return [(name, x)]
+    return [found for k, y in inside for found in paths(f"{name}.{k}", y)]
 
 
-def flattened(args: Sequence[Any]) -> list[Any]:
-    """Numbers that the model was exported with are part of it, and are left out."""
-    return [x for a in args for _, x in paths("", a)]
+class Signature:
+    """Arguments of a method as its inputs, one after the other. Tensors have the places that they had when the package
+    was made; what else was given then is part of it, and may be given again."""
+
+    def __init__(self, method: str, inputs: Sequence[Port], said: Any) -> None:
+        self.method, self.inputs = method, inputs
+        self.names = [p.name for p in inputs]
+        # Before format 1.4 only the names of the inputs were known.
+        self.parameters: list[str] | None = said["parameters"] if isinstance(said, dict) else None
+        self.fixed: dict[str, Any] = dict(said["fixed"]) if isinstance(said, dict) else {}
+
+    def ordered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        if self.parameters is None:
+            args = [x for x in args if any(is_array(y) for _, y in paths("", x))]
+        # Arrays alone are the inputs, wherever they were.
+        flat = self.parameters is None or all(map(is_array, args))
+        parameters = self.names if flat else self.parameters or []
+        if len(args) > len(parameters):
+            raise self.miscounted(len(args))
+        given = dict(zip(parameters, args))
+        if twice := [name for name in kwargs if name in given]:
+            raise PackageError(f"method {self.method!r}: input {twice[0]!r} is given twice")
+        given |= kwargs
+        leaves = dict(found for name, x in given.items() for found in paths(name, x))
+        found = []
+        for port in self.inputs:
+            if port.name not in leaves:
+                if port.name in given or any(name.startswith(f"{port.name}.") for name in leaves):
+                    raise unlike(port, given.get(port.name, leaves))  # what has others inside
+                raise PackageError(f"method {self.method!r}: input {port.name!r} is missing: expected {port.type}")
+            x = leaves.pop(port.name)
+            found.append(np.asarray(x) if isinstance(x, np.generic) else x)  # NumPy's sums are no arrays
+        for name, x in leaves.items():
+            if name not in self.fixed and (self.parameters is not None or is_array(x)):
+                raise PackageError(f"method {self.method!r} has no input {name!r}: its inputs are {self.listed()}")
+            known = self.fixed.get(name, x)
+            if known is not x and (is_array(x) or known != x) and str(known) != str(x):
+                raise PackageError(f"argument {name!r} is {known!r} in the package, got "
+                                   f"{shown(x) if is_array(x) else repr(x)}")
+        return found
+
+    def listed(self) -> str:
+        return ", ".join(f"{p.name} ({p.type})" for p in self.inputs) or "none"
+
+    def miscounted(self, count: int) -> PackageError:
+        return PackageError(f"method {self.method!r} takes {len(self.names)} inputs, got {count}: they are {self.listed()}")
 
 
 def nesting(structure: Any) -> Callable[[Sequence[Any]], Any]:
@@ -178,6 +243,8 @@ def nesting(structure: Any) -> Callable[[Sequence[Any]], Any]:
     (kind, inside), = structure.items()
     if kind == "output":
         return itemgetter(inside)
+    if kind == "number":
+        return lambda results: results[inside].item()
     if kind in ("dict", "pairs"):  # keys that are no texts come in pairs
         named = {k: nesting(v) for k, v in (inside.items() if kind == "dict" else inside)}
         return lambda results: {k: of(results) for k, of in named.items()}

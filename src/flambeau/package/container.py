@@ -21,7 +21,7 @@ from typing import Any
 from flambeau.errors import Error
 
 MAGIC = b"FLAMBEAU"
-MAJOR, MINOR = 1, 3
+MAJOR, MINOR = 1, 4
 ALIGN = 64
 INDEX, WEIGHTS, CODE, RUNTIME, PROGRAM, TEXT, DEVICE, SIGNATURE = range(1, 9)
 KINDS = {INDEX: "index", WEIGHTS: "weights", CODE: "code", RUNTIME: "runtime", PROGRAM: "program", TEXT: "text",

@@ -88,7 +88,7 @@ def export(model: Subject | None, args: tuple[Any, ...] = (), path: str | PathLi
         raise refused(missing)
     about = {"producer": f"flambeau {flambeau.__version__}", "format": f"{MAJOR}.{MINOR}",
              "numerics": numerics or config.numerics, "methods": json.dumps([m.structure for m in found]),
-             **({"torch": ", ".join(by_torch)} if by_torch else {}), **(metadata or {})}
+             **({"torch": ", ".join(by_torch)} if by_torch else {}), **weights.other_names(), **(metadata or {})}
     sections = sections_of(found, built, weights, about, debug)
     return write(path, sections, quick_checksum, signs)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from .client import DTYPES
 from .container import DamagedPackage, Section, Words
 
+ALSO = "also "  # before another name of a weight, in the metadata
+
 
 @dataclass(frozen=True)
 class Port:
@@ -28,6 +30,10 @@ class Weight:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     bytes: int
+
+    @property
+    def type(self) -> str:
+        return f"{self.dtype} {list(self.sizes)}"
 
 
 @dataclass(frozen=True)

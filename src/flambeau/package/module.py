@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .arguments import NumPy, Torch, calling, fill, flattened, library_of, nesting, paths, safetensors
+from .arguments import NumPy, Signature, Torch, calling, fill, library_of, nesting, safetensors
 from .client import Call, Failure, PackageError, Tensor, add_device, failed, runtime_library
 from .container import INDEX, RUNTIME, DamagedPackage, hash_of, read
-from .index import Entry, Weight, read_index, the
+from .index import ALSO, Entry, Weight, read_index, the
 from .signature import Key, verifier
 from .torch_calls import caller
 
@@ -68,9 +68,10 @@ class Method:
 
     def __init__(self, module: Module, number: int, entry: Entry, structure: Any) -> None:
         self.module, self.number, self.entry = module, number, entry
-        self.names = [p.name for p in entry.inputs]
+        self.signature = Signature(entry.name, entry.inputs, structure["in"])
+        self.names = self.signature.names
         self.count = len(self.names)
-        self.nested = nesting(structure)
+        self.nested = nesting(structure["out"])
         self.frames = threading.local()
 
     def frame(self) -> Frame:
@@ -86,32 +87,21 @@ class Method:
             known = self.frame().known
             if known is not None and (found := known(*args)) is not None:
                 return self.nested(found)
-        flat = flattened(args) if not kwargs and len(args) == len(self.names) else self.ordered(args, kwargs)
-        return self.nested(self.run(flat))
+        return self.nested(self.run(self.ordered(args, kwargs)))
 
     def ordered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        flat = flattened(args)
-        named = {key: value for name, x in kwargs.items() for key, value in paths(name, x)}
-        for name in named:
-            if name not in self.names[len(flat):]:
-                known = ", ".join(self.names)
-                raise PackageError(f"method {self.entry.name!r} has no input {name!r} left: its inputs are {known}")
-        for name in self.names[len(flat):]:
-            if name not in named:
-                raise PackageError(f"method {self.entry.name!r}: input {name!r} is missing")
-            flat.append(named[name])
-        return flat
+        return self.signature.ordered(args, kwargs)
 
     def run(self, flat: Sequence[Any]) -> Sequence[Any]:
         """The results, one after the other."""
         frame = self.frame()
         if len(flat) != self.count:
-            raise PackageError(f"method {self.entry.name!r} takes {self.count} inputs, got {len(flat)}")
+            raise self.signature.miscounted(len(flat))
         if frame.known is not None and (found := frame.known(*flat)) is not None:
             return found
         arrays = library_of(flat, self.module.device, self.module.number)
         for t, x, port in zip(frame.given, flat, self.entry.inputs):
-            fill(t, x, port.name, port.dtype, arrays.device)
+            fill(t, x, port, arrays.device)
         return frame.learn(flat, arrays)()
 
 
@@ -148,7 +138,7 @@ class Module:
             raise failed(error)
         try:
             structures = json.loads(self.index.metadata["methods"])
-            self._methods = {e.name: Method(self, k, e, structures[k]["out"]) for k, e in enumerate(self.index.methods)}
+            self._methods = {e.name: Method(self, k, e, structures[k]) for k, e in enumerate(self.index.methods)}
         except (KeyError, ValueError, TypeError, IndexError) as e:
             raise DamagedPackage(f"the package is damaged: it does not say how results are nested ({e})") from e
         for own, method in self._methods.items():
@@ -178,7 +168,7 @@ class Module:
 
     @property
     def metadata(self) -> dict[str, str]:
-        return {k: v for k, v in self.index.metadata.items() if k != "methods"}
+        return {k: v for k, v in self.index.metadata.items() if k != "methods" and not k.startswith(ALSO)}
 
     @property
     def weights(self) -> dict[str, Weight]:
@@ -228,10 +218,13 @@ class Module:
         """New weights, by name or out of a safetensors file, all at once: a call sees the old ones or the new ones."""
         given = values if isinstance(values, Mapping) else safetensors(values)
         names, tensors = (ctypes.c_char_p * len(given))(), (Tensor * max(len(given), 1))()
-        known = {w.name: w.dtype for w in self.index.weights}
+        known = self.weights
         for k, (name, value) in enumerate(given.items()):
+            same = self.index.metadata.get(f"{ALSO}{name}", name)
+            if same not in known:
+                raise PackageError(f"the package has no weight {name!r}: `weights` lists those that it has")
             names[k] = name.encode()
-            fill(tensors[k], value, name, known.get(name, ""))
+            fill(tensors[k], value, known[same], what="weight")
         error, handle = Failure(), self.retained()
         code = self.library.flam_update_weights(handle, names, tensors, len(given), error)
         self.library.release(handle)

@@ -18,6 +18,7 @@ from flambeau.capture.kept_whole import whole_operators
 from flambeau.errors import UnsupportedError
 from flambeau.ir.program import Program
 from flambeau.torch_compat.exported import decomposed
+from flambeau.torch_compat.fake import detect_fake_mode
 from flambeau.torch_compat.pytree import tree_flatten_with_path, tree_map, tree_unflatten
 
 from .container import text_words
@@ -26,6 +27,7 @@ from .weights import Weights
 
 aten = torch.ops.aten
 GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
+NUMBER = "flambeau_number"  # in what is known of a node: Python takes it as a number
 MOST = 1 << 40  # a size without an upper end
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
@@ -99,6 +101,9 @@ def exported(name: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[st
     with beside the module's own."""
     trains = isinstance(function, TrainStep)
     function = function.function if trains else function
+    # A tensor that is given twice would be one input, and one that is a parameter none: each is a tensor of its own.
+    args, kwargs = tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x,
+                            (args, dict(kwargs)))
     if isinstance(function, ExportedProgram):
         module: Any = function
     elif trains:
@@ -112,7 +117,7 @@ def exported(name: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[st
         shapes |= {"kwargs": {k: by_name.get(k) for k in kwargs}} if kwargs else {}
     with torch.set_grad_enabled(trains), whole_operators(exact):
         found = module if isinstance(module, ExportedProgram) else torch.export.export(
-            module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+            module, args, kwargs, dynamic_shapes=shapes, strict=False)
         for n in found.graph.nodes if trains else ():  # parameters that a step does not use have no gradients
             if n.op == "placeholder" and not n.users and isinstance(n.meta.get("val"), torch.Tensor):
                 n.meta["val"] = n.meta["val"].detach()
@@ -144,7 +149,7 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
     roles: list[Role] = []
     inputs: list[Port] = []
     shown: dict[str, str] = {}  # what the user calls a symbol of torch's
-    names, dims = argument_names(*given, function, dynamic_shapes)
+    said, names, dims = argument_names(*given, function, dynamic_shapes)
     for spec, place in zip(signature.input_specs, [n for n in gm.graph.nodes if n.op == "placeholder"], strict=True):
         val = place.meta.get("val")
         if spec.kind is InputKind.USER_INPUT and not isinstance(val, torch.Tensor):
@@ -163,6 +168,7 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
         else:
             raise UnsupportedError(f"{name}: packages cannot hold the input {spec.arg.name}, a {spec.kind.name}")
     write_buffers(name, gm, signature, nodes)
+    numbers_as_tensors(gm)
     results = gm.graph.output_node().args[0]
     assert isinstance(results, list | tuple)
     gradients = [s.target.removeprefix(prefix) for s in signature.output_specs if s.kind in GRADIENTS]
@@ -174,7 +180,7 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
     if gradients:
         of = {"dict": {g: {"output": len(outputs) - len(gradients) + k} for k, g in enumerate(gradients)}}
         out = {"tuple": [*out.get("tuple", [out]), of]}
-    structure = {"in": names, "out": out}
+    structure = {"in": said, "out": out}
     return Method(name, gm, inputs, outputs, [r for r in roles if r.place >= 0], structure)
 
 
@@ -276,8 +282,24 @@ def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str
     out.args = (tuple(left),)
 
 
+def numbers_as_tensors(gm: fx.GraphModule) -> None:
+    """Results that are numbers of the run, such as sizes."""
+    out = gm.graph.output_node()
+    results = list(out.args[0])  # type: ignore[arg-type]
+    for k, r in enumerate(results):
+        val = r.meta.get("val") if isinstance(r, fx.Node) else None
+        if isinstance(val, torch.SymInt | torch.SymFloat):
+            dtype = torch.int64 if isinstance(val, torch.SymInt) else torch.float64
+            with gm.graph.inserting_before(out):
+                results[k] = gm.graph.call_function(aten.scalar_tensor.default, (r,), {"dtype": dtype})
+            with detect_fake_mode([n.meta["val"] for n in gm.graph.nodes if "val" in n.meta]):
+                results[k].meta = {"val": torch.empty((), dtype=dtype), NUMBER: True}
+    out.args = (tuple(results),)
+
+
 class Leaf(dict[str, Any]):
-    """Of a structure of results: {"output": its position}, or {"value": what it is}."""
+    """Of a structure of results: {"output": its position}, {"number": that of one that is a number in the model}, or
+    {"value": what it is}."""
 
 
 def structure_of(spec: Any, results: Sequence[Any]) -> Any:
@@ -285,7 +307,9 @@ def structure_of(spec: Any, results: Sequence[Any]) -> Any:
     count = iter(range(len(results)))
 
     def leaf(r: Any) -> Leaf:
-        return Leaf(output=next(count)) if isinstance(r, fx.Node) else Leaf(value=r)
+        if not isinstance(r, fx.Node):
+            return Leaf(value=r)
+        return Leaf(number=next(count)) if NUMBER in r.meta else Leaf(output=next(count))
 
     flat = [leaf(r) for r in results]
     return nested(tree_unflatten(flat, spec)) if spec is not None else nested(tuple(flat))
@@ -313,39 +337,62 @@ def parameters(function: Any) -> list[str]:
     if isinstance(function, ExportedProgram):
         signature = function.module_call_graph[0].signature
         return list(signature.forward_arg_names or ()) if signature is not None else []
+    return [p.name for p in signature_of(function) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def defaults(function: Any) -> dict[str, Any]:
+    """Of parameters that need not be given."""
+    function = function.function if isinstance(function, TrainStep) else function
+    found = () if isinstance(function, ExportedProgram) else signature_of(function)
+    return {p.name: p.default for p in found if p.default is not p.empty}
+
+
+def signature_of(function: Any) -> Sequence[inspect.Parameter]:
     call = function.forward if isinstance(function, torch.nn.Module) else function
-    return [p.name for p in inspect.signature(call).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(inspect.signature(call).parameters.values())
 
 
 def argument_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Any, dynamic_shapes: Any
-                   ) -> tuple[list[str], list[Any]]:
-    """Names of the tensors among the arguments, in order: those of the parameters, with the places inside; and what
-    `dynamic_shapes` says of each."""
+                   ) -> tuple[dict[str, Any], list[str], list[Any]]:
+    """Where arguments are, and those that are no tensors; names of the tensors among them, in order: those of the
+    parameters, with the places inside; and what `dynamic_shapes` says of each."""
     leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
     known = parameters(function)
+    known += [f"argument{at}" for at in range(len(known), len(args))]
     names: list[str] = []
     dims: list[Any] = []
+    fixed: dict[str, Any] = {}
     path: Any
     for path, leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            continue
         first, second, *rest = path
         at = second.idx if first.idx == 0 else second.key
-        base = at if isinstance(at, str) else known[at] if at < len(known) else f"argument{at}"
+        base = at if isinstance(at, str) else known[at]
         keys = [getattr(k, "key", getattr(k, "idx", getattr(k, "name", ""))) for k in rest]
-        names.append(".".join((base, *map(str, keys))))
+        name = ".".join((base, *map(str, keys)))
+        if not isinstance(leaf, torch.Tensor):
+            fixed[name] = plain(leaf)
+            continue
+        names.append(name)
         said = dynamic_shapes
         for key in (base if isinstance(said, Mapping) else at, *keys):
             said = said.get(key) if isinstance(said, Mapping) else said[key] if said and isinstance(key, int) else None
         dims.append(said)
-    return names, dims
+    fixed |= {k: plain(v) for k, v in defaults(function).items() if k not in (*known[:len(args)], *kwargs)}
+    return {"parameters": known, "fixed": fixed}, names, dims
+
+
+def plain(x: Any) -> Any:
+    """What is no tensor, as JSON has it."""
+    return x if x is None or isinstance(x, bool | int | float | str) else str(x)
 
 
 def output(k: int, node: fx.Node) -> Port:
     val = node.meta["val"]
     if not isinstance(val, torch.Tensor) or val.dtype not in DTYPES:
-        raise UnsupportedError(f"result {k} is {val}: packages return tensors of real numbers")
+        kind = f"of {val.dtype}" if isinstance(val, torch.Tensor) else f"{val} (a {type(val).__name__})"
+        raise UnsupportedError(f"result {k} is {kind}: packages return tensors of real numbers",
+                               hint="return its parts, such as torch.view_as_real(x)" if isinstance(
+                                   val, torch.Tensor) and val.is_complex() else None)
     return Port(f"output{k}", val.dtype, NAMES[val.dtype], rank=val.dim())
 
 

@@ -10,12 +10,14 @@ import torch
 from flambeau.errors import UnsupportedError
 
 from .container import ALIGN, text_words
+from .index import ALSO
 from .plan import DTYPES, MOST_RANK, STATE, WEIGHT
 
 # As safetensors calls them.
 KINDS = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
          torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64", torch.float16: "F16",
          torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
+CONSTANT = "constant."  # before the number of one that a graph holds
 PAD = "__pad__."  # tensors without meaning: the layout has no gaps, and the next one is aligned
 
 
@@ -25,6 +27,7 @@ class Weights:
         self.tensors: list[torch.Tensor] = []
         self.mutable: list[bool] = []
         self.known: dict[tuple[object, ...], int] = {}
+        self.called: dict[str, str] = {}  # by all of their names; weights that are tied have several
 
     def add(self, name: str, t: torch.Tensor, mutable: bool) -> int:
         """Which one it is; a tensor that is there already, by whatever name, is not there twice. `mutable`: a method
@@ -33,11 +36,13 @@ class Weights:
             raise UnsupportedError(f"the weight {name} is {t.dtype} {list(t.shape)} on {t.device}: packages hold dense "
                                    "tensors of the CPU")
         key = (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()) if t.numel() else (name,)
-        if key in self.known:
-            self.mutable[self.known[key]] |= mutable
-            return self.known[key]
-        if name in self.names:
+        found = self.known.get(key)
+        own = name if found is None else self.names[found]
+        if self.called.setdefault(name, own) != own:
             raise UnsupportedError(f"two weights are called {name}")
+        if found is not None:
+            self.mutable[found] |= mutable
+            return found
         self.known[key] = len(self.names)
         self.names.append(name)
         self.tensors.append(t)  # kept alive: its address is a key
@@ -48,7 +53,11 @@ class Weights:
         return STATE if self.mutable[which] else WEIGHT
 
     def add_constant(self, t: torch.Tensor) -> int:
-        return self.add(f"constant.{len(self.names)}", t, False)
+        return self.add(f"{CONSTANT}{len(self.names)}", t, False)
+
+    def other_names(self) -> dict[str, str]:
+        return {f"{ALSO}{name}": own for name, own in self.called.items()
+                if name != own and not name.startswith(CONSTANT)}
 
     def encoded(self) -> tuple[bytes, list[list[int]]]:
         """The section, and a row of the index for each."""

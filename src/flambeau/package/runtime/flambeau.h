@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define FLAM_MAJOR 1 /* of the format: a file of a newer one is refused */
-#define FLAM_MINOR 3
+#define FLAM_MINOR 4
 #define FLAM_MAX_RANK 16
 #define FLAM_API __attribute__((visibility("default")))
 

@@ -71,7 +71,7 @@ static int check_input(const port* p, const flam_tensor* t, flam_error* error) {
 int64_t fl_extent(const int64_t* sizes, const int64_t* strides, int64_t rank, int64_t itemsize) {
   int64_t top = 1, reach;
   for (int64_t k = 0; k < rank; ++k) {
-    if (sizes[k] < 0 || strides[k] < 0) return -1;
+    if (sizes[k] < 0 || (strides[k] < 0 && sizes[k] > 1)) return -1;
     if (sizes[k] == 0) return 0;
     if (__builtin_mul_overflow(sizes[k] - 1, strides[k], &reach) || __builtin_add_overflow(top, reach, &top)) return -1;
   }
@@ -513,6 +513,10 @@ static int call(flam_model* m, int k, const flam_tensor* inputs, int input_count
     c->arena_bytes = c->arena ? c->needed : 0;
     if (!c->arena) code = fl_fail(error, FLAM_MEMORY, "there is not enough memory for %zu bytes of intermediates", c->needed);
   }
+  for (int i = 0; !code && i < input_count; ++i) {
+    if (inputs[i].data || !fl_extent(inputs[i].sizes, inputs[i].strides, inputs[i].rank, 1)) continue;
+    code = fl_fail(error, FLAM_ARGUMENT, "input '%s': expected %s, got no memory", of->inputs[i].name, of->inputs[i].type);
+  }
   if (!code) code = take_outputs(p, of, c, outputs, made, error);
   if (!code) {
     if (!m->device) find_memory(m, p, c, inputs, outputs, weights);
@@ -563,6 +567,17 @@ static int check_weight(const weight* w, const flam_tensor* t, flam_error* error
   return fl_fail(error, FLAM_ARGUMENT, "weight '%s': expected %s, got %s", w->name, expected, got);
 }
 
+/* By any of its names: "also NAME" of the metadata is the one that tied weights have here. -1: there is none. */
+static int64_t weight_called(const flam_model* m, const char* name) {
+  char also[1024];
+  snprintf(also, sizeof also, "also %s", name);
+  const char* own = flam_metadata(m, also);
+  for (int64_t k = 0; k < m->weight_count; ++k) {
+    if (!strcmp(m->weights_known[k].name, own ? own : name)) return k;
+  }
+  return -1;
+}
+
 int flam_update_weights(flam_model* m, const char* const* names, const flam_tensor* values, int count, flam_error* error) {
   int code = 0;
   int64_t* places = calloc((size_t)count + 1, sizeof(int64_t));
@@ -573,23 +588,26 @@ int flam_update_weights(flam_model* m, const char* const* names, const flam_tens
   }
   if (!places || !made || !made->blocks) code = fl_fail(error, FLAM_MEMORY, "there is not enough memory");
   for (int i = 0; !code && i < count; ++i) {
-    places[i] = -1;
-    for (int64_t k = 0; k < m->weight_count; ++k) {
-      if (!strcmp(m->weights_known[k].name, names[i])) places[i] = k;
-    }
+    places[i] = weight_called(m, names[i]);
     code = places[i] < 0 ? fl_fail(error, FLAM_ARGUMENT, "the package has no weight '%s'", names[i])
                          : check_weight(m->weights_known + places[i], values + i, error);
   }
   pthread_mutex_lock(&m->update_lock); /* of two updates at once, the second goes on from the first */
   for (int i = 0; !code && i < count; ++i) {
     const weight* w = m->weights_known + places[i];
+    const block* before = made->blocks[places[i]]; /* tied weights may come by each of their names */
+    if (before) {
+      if (memcmp(before->data, values[i].data, (size_t)w->bytes)) {
+        code = fl_fail(error, FLAM_ARGUMENT, "weight '%s' is given two values", w->name);
+      }
+      continue;
+    }
     block* b = calloc(1, sizeof *b);
     void* data = fl_aligned((size_t)w->bytes);
-    if (!b || !data || made->blocks[places[i]]) {
+    if (!b || !data) {
       free(b);
       free(data);
-      code = b && data ? fl_fail(error, FLAM_ARGUMENT, "weight '%s' is given twice", w->name)
-                       : fl_fail(error, FLAM_MEMORY, "there is not enough memory for weight '%s'", w->name);
+      code = fl_fail(error, FLAM_MEMORY, "there is not enough memory for weight '%s'", w->name);
       break;
     }
     memcpy(data, values[i].data, (size_t)w->bytes);
