@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .arguments import NumPy, Signature, Torch, calling, fill, library_of, nesting, safetensors
+from .arguments import NumPy, Torch, calling, fill, library_of, safetensors
 from .client import Call, Failure, PackageError, Tensor, add_device, failed, runtime_library
 from .container import INDEX, RUNTIME, DamagedPackage, hash_of, read
 from .index import ALSO, Entry, Weight, read_index, the
 from .signature import Key, verifier
+from .structure import Arguments, nesting
 from .torch_calls import caller
 
 
@@ -68,8 +69,8 @@ class Method:
 
     def __init__(self, module: Module, number: int, entry: Entry, structure: Any) -> None:
         self.module, self.number, self.entry = module, number, entry
-        self.signature = Signature(entry.name, entry.inputs, structure["in"])
-        self.names = self.signature.names
+        self.arguments = Arguments(entry.name, entry.inputs, structure["in"])
+        self.names = self.arguments.names
         self.count = len(self.names)
         self.nested = nesting(structure["out"])
         self.frames = threading.local()
@@ -90,13 +91,13 @@ class Method:
         return self.nested(self.run(self.ordered(args, kwargs)))
 
     def ordered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        return self.signature.ordered(args, kwargs)
+        return self.arguments.ordered(args, kwargs)
 
     def run(self, flat: Sequence[Any]) -> Sequence[Any]:
         """The results, one after the other."""
         frame = self.frame()
         if len(flat) != self.count:
-            raise self.signature.miscounted(len(flat))
+            raise self.arguments.miscounted(len(flat))
         if frame.known is not None and (found := frame.known(*flat)) is not None:
             return found
         arrays = library_of(flat, self.module.device, self.module.number)

@@ -138,7 +138,7 @@ def test_memory_that_is_not_there_is_refused(module: flambeau.Module) -> None:
 
 def test_weights_that_are_tied_have_both_names(module: flambeau.Module) -> None:
     ids, ones = np.array([0, 2]), np.ones((3, 2), np.float32)
-    assert [k for k in module.weights] == ["table.weight"] and not any("head" in k for k in module.metadata)
+    assert list(module.weights) == ["table.weight"] and not any("head" in k for k in module.metadata)
     for given in ({"head.weight": ones}, {"table.weight": 2 * ones},
                   {"head.weight": 3 * ones, "table.weight": 3 * ones}):
         module.update_weights(given)
