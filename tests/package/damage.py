@@ -146,7 +146,7 @@ def main(path: str, count: int, seed: int, runtime: str) -> None:
                     frame = method.frame()
                     for t, port in zip(frame.given, method.entry.inputs, strict=True):
                         x = np.ones([max(0, min(max(4, lo), hi, 64)) for lo, hi in port.ranges], port.dtype)
-                        fill(t, x, port.name, port.dtype)
+                        fill(t, x, port)
                     frame.learn((), NumPy())
                 module.unload()
                 seen["taken"] += 1

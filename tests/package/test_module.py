@@ -184,6 +184,11 @@ def test_files_of_every_version_are_read() -> None:
                 assert y.tolist() == [[0, 4, 8, 12]] * 2 and count == times
             if minor >= 3:  # an operator that is left to torch
                 assert module.trace(np.eye(3, dtype=np.float32)) == 3
+            if minor >= 4:  # names of arguments and of tied weights, results of any nesting
+                a, b = np.ones((3, 4), np.float32), np.full((3, 4), 2, np.float32)
+                module.update_weights({"same": np.arange(4, dtype=np.float32)})
+                found = module.named({"b": b, "a": a}, 2)
+                assert found.keys() == {0, "rows"} and found["rows"] == 3 and found[0].tolist() == [[0, 2, 4, 6]] * 3
 
 
 def test_server_with_batches_and_new_weights(path: Path, model: Small, tmp_path: Path) -> None:
