@@ -1,7 +1,7 @@
 /* Runs `forward` of a package with one float32 input of ones:  run model.flam 4 8
    Build it with the files of the runtime, DIR=src/flambeau/package/runtime:
 
-     cc run.c -I$DIR $DIR/{checksums,threads,machine,read,run,device}.c -pthread -ldl -lm -o run */
+     cc run.c -I$DIR $DIR/{checksums,threads,machine,read,run,weights,device}.c -pthread -ldl -lm -o run */
 #include <stdio.h>
 #include <stdlib.h>
 

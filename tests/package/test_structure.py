@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import Dim
 
 import flambeau
+from flambeau.package import container
 from flambeau.package.client import Failure, PackageError, Tensor
 
 ONES, TWOS = np.ones(2, np.float32), np.full(2, 2, np.float32)
@@ -150,8 +151,27 @@ def test_weights_that_are_tied_have_both_names(module: flambeau.Module) -> None:
             ({"head.bias": ones}, r"the package has no weight 'head\.bias'"),
             ({"head.weight": ones.tolist()}, r"weight 'table\.weight': expected float32 \[3, 2\], got list"),
             ({"head.weight": ones.astype(">f4")}, r"expected float32 \[3, 2\], got >f4 \[3, 2\]"),
-            ({"head.weight": ones.astype(np.float64)}, r"expected float32 \[3, 2\] .*, got float64 \[3, 2\]"),
-            ({"head.weight": np.asfortranarray(ones)}, r"expected .* \[2, 1\], got .* with strides \[1, 3\]")):
+            ({"head.weight": ones.astype(np.float64)}, r"expected float32 \[3, 2\], got float64 \[3, 2\]"),
+            ({"head.weight": ones.T}, r"expected float32 \[3, 2\], got float32 \[2, 3\]")):
         with pytest.raises(PackageError, match=message):
             module.update_weights(given)
     assert np.array_equal(module.scores(ids), np.full((2, 3), 18))
+
+
+def test_weights_come_in_any_order_of_memory(tmp_path: Path) -> None:
+    """A convolution whose channels lie last: all of its sizes are three, so that nothing but the strides tells."""
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(3, 3, 3).eval().to(memory_format=torch.channels_last), torch.randn(2, 3, 5, 5)
+    flambeau.export(model, (x,), tmp_path / "f.flam", debug=False)
+    with flambeau.load(tmp_path / "f.flam") as module, torch.no_grad():
+        expected = module(x)
+        torch.testing.assert_close(expected, model(x))
+        section = next(s for s in container.read(tmp_path / "f.flam") if s.kind == container.WEIGHTS)
+        (tmp_path / "w.safetensors").write_bytes(section.data)
+        weight = model.weight.detach()
+        rows = np.ascontiguousarray(weight.numpy())
+        for given in ({"weight": rows}, {"weight": weight}, {"weight": np.asfortranarray(rows)},
+                      {"weight": rows[::-1].copy()[::-1]}, tmp_path / "w.safetensors"):
+            module.update_weights({"weight": np.zeros_like(rows)})
+            module.update_weights(given)
+            assert torch.equal(module(x), expected)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .client import CODES, Call, Failure, PackageError, Tensor, failed
-from .index import Port, Weight
+from .index import ORDER, Port, Weight
 
 _WORDS = {"BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
           "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -184,12 +184,14 @@ def safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         length, = struct.unpack("<Q", data[:8].tobytes())
         header = json.loads(data[8 : 8 + length].tobytes())
-        found = {}
+        found, about = {}, header.get("__metadata__", {})
         for name, one in header.items():
             if name != "__metadata__" and not name.startswith("__pad__."):
                 begin, end = one["data_offsets"]
                 part = data[8 + length + begin : 8 + length + end]
-                found[name] = part.view(array_dtype(_WORDS[one["dtype"]])).reshape(one["shape"])
+                lies = part.view(array_dtype(_WORDS[one["dtype"]])).reshape(one["shape"])
+                order = json.loads(about.get(f"{ORDER}{name}", "null")) or range(lies.ndim)
+                found[name] = lies.transpose([order.index(d) for d in range(lies.ndim)])
         return found
     except (ValueError, KeyError, TypeError, struct.error) as e:
         raise PackageError(f"{os.fspath(path)} is no safetensors file: {e}") from e

@@ -9,6 +9,7 @@ from .client import DTYPES
 from .container import DamagedPackage, Section, Words
 
 ALSO = "also "  # before another name of a weight, in the metadata
+ORDER = "order "  # before the name of a tensor, in that of the section of weights: dimensions as they lie in memory
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from flambeau.targets.toolchain import Toolchain, find_toolchain, whole_text
 
 RELATIVE = (8, 1027)  # R_X86_64_RELATIVE, R_AARCH64_RELATIVE
 RUNTIME = Path(__file__).parent / "runtime"
-FILES = ("checksums.c", "threads.c", "machine.c", "read.c", "run.c", "device.c")
+FILES = ("checksums.c", "threads.c", "machine.c", "read.c", "run.c", "weights.c", "device.c")
 # Equal text gives equal bytes, and nothing that the loader does not need.
 _LINK = ("-Wl,--as-needed,--build-id=none,--hash-style=gnu,-O1,--gc-sections,-z,noseparate-code", "-s")
 _SMALL = ("-fvisibility=hidden", "-ffunction-sections", "-fno-asynchronous-unwind-tables")

@@ -10,7 +10,7 @@ import torch
 from flambeau.errors import UnsupportedError
 
 from .container import ALIGN, text_words
-from .index import ALSO
+from .index import ALSO, ORDER
 from .plan import DTYPES, MOST_RANK, STATE, WEIGHT
 
 # As safetensors calls them.
@@ -62,10 +62,13 @@ class Weights:
     def encoded(self) -> tuple[bytes, list[list[int]]]:
         """The section, and a row of the index for each."""
         parts: list[bytes] = []
-        header: dict[str, object] = {"__metadata__": {"format": "flambeau"}}
+        about = {"format": "flambeau"}
+        header: dict[str, object] = {"__metadata__": about}
         places, at = [], 0
         for name, t in zip(self.names, self.tensors):
-            shape, data = in_memory_order(t)
+            order, shape, data = in_memory_order(t)
+            if order != sorted(order):
+                about[f"{ORDER}{name}"] = json.dumps(order)
             header[name] = {"dtype": KINDS[t.dtype], "shape": shape, "data_offsets": [at, at + len(data)]}
             places.append((at, len(data)))
             parts.append(data)
@@ -82,15 +85,15 @@ class Weights:
         return b"".join((struct.pack("<Q", len(text)), text, *parts)), rows
 
 
-def in_memory_order(t: torch.Tensor) -> tuple[list[int], bytes]:
-    """Sizes from the outermost dimension in memory to the innermost, and the bytes in that order. What is expanded or
-    has gaps is stored with all that lies between its first and last element."""
+def in_memory_order(t: torch.Tensor) -> tuple[list[int], list[int], bytes]:
+    """Dimensions from the outermost in memory to the innermost, their sizes, and the bytes in that order. What is
+    expanded or has gaps is stored with all that lies between its first and last element."""
     if t.numel() == 0:
-        return list(t.shape), b""
+        return [], list(t.shape), b""
     reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
     flat = t.as_strided((reach,), (1,)).contiguous()
     data = flat.view(torch.uint8).numpy().tobytes() if t.dtype is not torch.bool else flat.numpy().tobytes()
     if reach != t.numel():
-        return [reach], data
-    order = sorted(range(t.dim()), key=t.stride, reverse=True)
-    return [t.shape[d] for d in order] if not t.is_contiguous() else list(t.shape), data
+        return [], [reach], data
+    order = list(range(t.dim())) if t.is_contiguous() else sorted(range(t.dim()), key=t.stride, reverse=True)
+    return order, [t.shape[d] for d in order], data

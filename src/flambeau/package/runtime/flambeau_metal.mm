@@ -1,6 +1,6 @@
 // Apple GPUs for the runtime of packages. Compile it with the program that uses packages, on a Mac:
 //
-//     clang -c checksums.c threads.c machine.c read.c run.c device.c
+//     clang -c checksums.c threads.c machine.c read.c run.c weights.c device.c
 //     clang++ -fobjc-arc -c flambeau_metal.mm && clang++ *.o main.o -framework Metal -framework Foundation
 //
 // It was written without a Mac and has not run on one: it holds no more than what Metal's documentation says of each call.

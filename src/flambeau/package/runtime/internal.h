@@ -155,6 +155,7 @@ struct flam_model {
 
 flam_model* fl_read(const uint8_t* data, size_t size, const char* target, flam_error* error);
 void fl_release(flam_model*);
+void fl_release_weights(flam_model*, weight_set*);
 void* fl_aligned(size_t bytes);
 void* fl_kept(flam_model* m, int64_t count, size_t size); /* memory that goes with the model */
 
@@ -173,6 +174,7 @@ int fl_run_there(const flam_model* m, const program* p, const method* of, contex
 void fl_drop_context(const flam_model* m, context* c);
 
 /* ---- run.c ---- */
+void fl_described(const flam_tensor* t, int strides, char* out, size_t size);
 int64_t fl_extent(const int64_t* sizes, const int64_t* strides, int64_t rank, int64_t itemsize);
 int64_t* fl_seeds(const program* p, const context* c);
 int fl_fault(const flam_model* m, const context* c, const step* s, int64_t code, flam_error* error);

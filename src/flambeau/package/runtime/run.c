@@ -2,8 +2,6 @@
    inputs is found, and checked, once for each shape in a row; a call with the same ones only fills in addresses. */
 #include "internal.h"
 
-void fl_release_weights(flam_model* m, weight_set* s);
-
 /* ---- what is known of a model ---- */
 
 int flam_method(const flam_model* m, const char* name) {
@@ -40,7 +38,7 @@ void flam_seed(flam_model* m, uint64_t seed) {
 /* ---- arguments ---- */
 
 /* "float16 [1, 224, 224, 3]", and the strides where they are not those of rows. */
-static void described(const flam_tensor* t, int strides, char* out, size_t size) {
+void fl_described(const flam_tensor* t, int strides, char* out, size_t size) {
   size_t at = (size_t)snprintf(out, size, "%s [", fl_dtype(t->dtype));
   int rank = t->rank < 0 || t->rank > FLAM_MAX_RANK ? 0 : t->rank;
   for (int pass = 0; pass <= strides; ++pass) {
@@ -55,7 +53,7 @@ static void described(const flam_tensor* t, int strides, char* out, size_t size)
 
 static int refused(const port* p, const flam_tensor* t, int strides, flam_error* error) {
   char got[480];
-  described(t, strides, got, sizeof got);
+  fl_described(t, strides, got, sizeof got);
   return fl_fail(error, FLAM_ARGUMENT, "input '%s': expected %s, got %s", p->name, p->type, got);
 }
 
@@ -373,8 +371,8 @@ static int take_outputs(const program* p, const method* of, const context* c, fl
       if (given->dtype != found.dtype || given->rank != found.rank || memcmp(given->sizes, found.sizes, bytes)
           || memcmp(given->strides, found.strides, bytes)) {
         char is[400], got[400];
-        described(&found, 1, is, sizeof is);
-        described(given, 1, got, sizeof got);
+        fl_described(&found, 1, is, sizeof is);
+        fl_described(given, 1, got, sizeof got);
         return fl_fail(error, FLAM_ARGUMENT, "output '%s': it is %s, got memory for %s", of->outputs[k].name, is, got);
       }
       continue;
@@ -549,95 +547,4 @@ int flam_run_on(flam_model* m, int k, const flam_tensor* inputs, int input_count
 
 int flam_run_call(const flam_call* c) {
   return call(c->model, c->method, c->inputs, c->input_count, c->outputs, c->output_count, c->on_device, c->stream, c->error);
-}
-
-/* ---- new weights ---- */
-
-static int check_weight(const weight* w, const flam_tensor* t, flam_error* error) {
-  size_t bytes = (size_t)w->rank * sizeof(int64_t);
-  int same = t->data && t->dtype == w->dtype && t->rank == w->rank && !memcmp(t->sizes, w->sizes, bytes);
-  for (int64_t d = 0; same && w->bytes && d < w->rank; ++d) same = w->sizes[d] < 2 || t->strides[d] == w->strides[d];
-  if (same) return 0;
-  flam_tensor is = {NULL, (int32_t)w->dtype, (int32_t)w->rank, {0}, {0}};
-  memcpy(is.sizes, w->sizes, bytes);
-  memcpy(is.strides, w->strides, bytes);
-  char expected[400], got[400];
-  described(&is, 1, expected, sizeof expected);
-  described(t, 1, got, sizeof got);
-  return fl_fail(error, FLAM_ARGUMENT, "weight '%s': expected %s, got %s", w->name, expected, got);
-}
-
-/* By any of its names: "also NAME" of the metadata is the one that tied weights have here. -1: there is none. */
-static int64_t weight_called(const flam_model* m, const char* name) {
-  char also[1024];
-  snprintf(also, sizeof also, "also %s", name);
-  const char* own = flam_metadata(m, also);
-  for (int64_t k = 0; k < m->weight_count; ++k) {
-    if (!strcmp(m->weights_known[k].name, own ? own : name)) return k;
-  }
-  return -1;
-}
-
-int flam_update_weights(flam_model* m, const char* const* names, const flam_tensor* values, int count, flam_error* error) {
-  int code = 0;
-  int64_t* places = calloc((size_t)count + 1, sizeof(int64_t));
-  weight_set* made = calloc(1, sizeof *made);
-  if (made) {
-    made->uses = 1;
-    made->blocks = calloc((size_t)m->weight_count + 1, sizeof(block*));
-  }
-  if (!places || !made || !made->blocks) code = fl_fail(error, FLAM_MEMORY, "there is not enough memory");
-  for (int i = 0; !code && i < count; ++i) {
-    places[i] = weight_called(m, names[i]);
-    code = places[i] < 0 ? fl_fail(error, FLAM_ARGUMENT, "the package has no weight '%s'", names[i])
-                         : check_weight(m->weights_known + places[i], values + i, error);
-  }
-  pthread_mutex_lock(&m->update_lock); /* of two updates at once, the second goes on from the first */
-  for (int i = 0; !code && i < count; ++i) {
-    const weight* w = m->weights_known + places[i];
-    const block* before = made->blocks[places[i]]; /* tied weights may come by each of their names */
-    if (before) {
-      if (memcmp(before->data, values[i].data, (size_t)w->bytes)) {
-        code = fl_fail(error, FLAM_ARGUMENT, "weight '%s' is given two values", w->name);
-      }
-      continue;
-    }
-    block* b = calloc(1, sizeof *b);
-    void* data = fl_aligned((size_t)w->bytes);
-    if (!b || !data) {
-      free(b);
-      free(data);
-      code = fl_fail(error, FLAM_MEMORY, "there is not enough memory for weight '%s'", w->name);
-      break;
-    }
-    memcpy(data, values[i].data, (size_t)w->bytes);
-    b->uses = 1;
-    b->data = data;
-    b->owned = 1;
-    made->blocks[places[i]] = b;
-    if (m->device) code = fl_block_there(m, b, (size_t)w->bytes, error);
-  }
-  weight_set* old = NULL;
-  if (!code) {
-    pthread_mutex_lock(&m->state_lock);
-    pthread_mutex_lock(&m->lock);
-    for (int64_t k = 0; k < m->weight_count; ++k) {
-      if (made->blocks[k]) {
-        if (m->states[k]) memcpy(m->states[k], made->blocks[k]->data, (size_t)m->weights_known[k].bytes);
-        if (m->states[k] && m->device) fl_state_there(m, k, NULL);
-      } else {
-        made->blocks[k] = m->weights->blocks[k];
-        atomic_fetch_add(&made->blocks[k]->uses, 1);
-      }
-    }
-    old = m->weights;
-    m->weights = made;
-    pthread_mutex_unlock(&m->lock);
-    pthread_mutex_unlock(&m->state_lock);
-  }
-  pthread_mutex_unlock(&m->update_lock);
-  if (old) fl_release_weights(m, old);
-  if (code && made) fl_release_weights(m, made);
-  free(places);
-  return code;
 }
