@@ -39,6 +39,18 @@ def test_results_are_nested_as_the_function_has_them(tmp_path: Path) -> None:
             assert torch.equal(a, b)
 
 
+def test_keys_of_any_kind_and_numbers_among_results(tmp_path: Path) -> None:
+    def named(x: torch.Tensor) -> tuple:
+        n, m = x.shape
+        return {"output": x + 1, "value": None, "dict": {0: x * n, 1.5: n}}, {"output": x}, n * m, m / n, []
+
+    with exported(named, (torch.randn(3, 4),), tmp_path, ({0: B, 1: Dim("M", max=9)},)) as module:
+        for x in (torch.randn(3, 4), torch.randn(5, 2), torch.randn(5, 0)):
+            found, expected = module(x), named(x)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            assert list(map(type, found)) == list(map(type, expected)) and type(found[0]["dict"][1.5]) is int
+
+
 @pytest.mark.parametrize("numerics", ["fast", "eager"])
 def test_operators_that_torch_takes_apart(numerics: str, tmp_path: Path) -> None:
     """Also in exact numerics, where nothing else is taken apart."""
