@@ -562,8 +562,8 @@ flam_model* flam_load_on(const char* path, const char* target, int number, flam_
     return NULL;
   }
   size_t size = (size_t)status.st_size;
-  /* All of it is read at once, to be checked: pages that come one by one cost more than the reading. */
-  void* data = size ? mmap(NULL, size, PROT_READ, MAP_PRIVATE | MAP_POPULATE, file, 0) : MAP_FAILED;
+  /* Pages come as the threads check them, each its own: asked for at once, one thread would bring all of them. */
+  void* data = size ? mmap(NULL, size, PROT_READ, MAP_PRIVATE, file, 0) : MAP_FAILED;
   close(file);
   if (data == MAP_FAILED) {
     fl_fail(error, FLAM_FILE, size ? "%s cannot be read" : "%s is empty", path);
