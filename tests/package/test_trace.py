@@ -51,6 +51,25 @@ def test_keys_of_any_kind_and_numbers_among_results(tmp_path: Path) -> None:
             assert list(map(type, found)) == list(map(type, expected)) and type(found[0]["dict"][1.5]) is int
 
 
+def test_results_lie_as_in_eager_at_any_size(tmp_path: Path) -> None:
+    def turned(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * x.shape[1] ** -0.5).permute(2, 0, 1) + 1, x.transpose(0, 1).relu(), x / x.shape[0] ** 0.5
+
+    with exported(turned, (torch.randn(3, 4, 5),), tmp_path, ({0: B, 1: Dim("M", min=2, max=9)},)) as module:
+        for x in (torch.randn(3, 4, 5), torch.randn(5, 2, 5)):
+            for a, b in zip(module(x), turned(x), strict=True):
+                torch.testing.assert_close(a, b)
+                assert a.stride() == b.stride()
+
+
+def test_inputs_that_are_written_to_are_refused_by_name(tmp_path: Path) -> None:
+    def step(x: torch.Tensor, k: int, total: torch.Tensor) -> torch.Tensor:
+        return total.add_(x * k)
+
+    with pytest.raises(UnsupportedError, match="forward: it writes to its input 'total'"):
+        exported(step, (torch.ones(2), 3, torch.zeros(2)), tmp_path)
+
+
 @pytest.mark.parametrize("numerics", ["fast", "eager"])
 def test_operators_that_torch_takes_apart(numerics: str, tmp_path: Path) -> None:
     """Also in exact numerics, where nothing else is taken apart."""

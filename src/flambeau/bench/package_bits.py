@@ -161,12 +161,6 @@ ALONE = """
 import json, sys, time
 for name in sys.argv[3].split(","): sys.modules[name] = None
 import numpy, flambeau
-if sys.argv[4] == "opencl":
-    import pyopencl
-    from flambeau.targets.opencl.pocl import name_the_cpu
-    for platform in pyopencl.get_platforms():
-        for device in platform.get_devices():
-            if platform.name.strip() == "Portable Computing Language": name_the_cpu(device.int_ptr)
 start = time.perf_counter()
 module = flambeau.load(sys.argv[1], sys.argv[4])
 took, method = [time.perf_counter() - start], module.load_method("forward")

@@ -3,7 +3,8 @@
     measure(["gpt", "call", "load"], "small", list(PEERS), limit=3.0)       # rows of `flambeau bench packages`
     served("model.flam", "forward", 0.5, (1, 2))            # rows of `flambeau bench model.flam`
 
-With one thread (OMP_NUM_THREADS=1) times are the thread's own, so that a machine with other work still tells.
+With one thread (OMP_NUM_THREADS=1) times are the thread's own (of loads the process's, the kernel's work included), so
+that a machine with other work still tells.
 """
 
 from __future__ import annotations
@@ -152,18 +153,18 @@ class Large(nn.Module):
 
 
 LOADERS = {
-    "package": "import numpy, flambeau\nx = numpy.ones(1024, 'float32')\nstart = time.perf_counter()\n"
-               "flambeau.load({!r})(x)",
+    "package": "import numpy, flambeau\nx = numpy.ones(1024, 'float32')\nstart = clock()\nflambeau.load({!r})(x)",
     "aotinductor": "import torch\nfrom flambeau.torch_compat.inductor import aoti_load\nx = torch.ones(1024)\n"
-                   "start = time.perf_counter()\naoti_load({!r})(x)",
+                   "start = clock()\naoti_load({!r})(x)",
 }
 
 
 def measure_load(nbytes: int = LOAD_BYTES) -> Row:
     """Seconds from a file of so many bytes in the page cache to the first result, in processes of their own that have
-    imported what they need and may use all cores, by turns."""
-    row, times = Row(f"load {nbytes >> 20} MiB, {os.cpu_count()} threads", "load", "load"), dict[str, list[float]]()
-    env = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
+    imported what they need, by turns."""
+    threads = torch.get_num_threads()
+    row, times = Row(f"load {nbytes >> 20} MiB, threads: {threads}", "load", "load"), dict[str, list[float]]()
+    env, which = {**os.environ, "OMP_NUM_THREADS": str(threads)}, "process_time" if threads == 1 else "perf_counter"
     with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder, torch.no_grad():
         model, x = Large(nbytes).eval(), (torch.ones(1024),)
         files = {"package": f"{folder}/model.flam", "aotinductor": f"{folder}/model.pt2"}
@@ -171,7 +172,7 @@ def measure_load(nbytes: int = LOAD_BYTES) -> Row:
         aoti_package(torch.export.export(model, x), files["aotinductor"])
         for turn in range(LOADS + 1):
             for name, text in LOADERS.items():
-                script = f"import time\n{text.format(files[name])}\nprint(time.perf_counter() - start)"
+                script = f"from time import {which} as clock\n{text.format(files[name])}\nprint(clock() - start)"
                 done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False,
                                       env=env)
                 if done.returncode:
@@ -179,7 +180,7 @@ def measure_load(nbytes: int = LOAD_BYTES) -> Row:
                 elif turn:  # the first brings files into the page cache
                     times.setdefault(name, []).append(float(done.stdout))
     for name, found in times.items():
-        row.seconds[name], row.best[name] = sorted(found)[len(found) // 2], min(found)
+        row.seconds[name], row.best[name], row.spread[name] = statistics.median(found), min(found), harness.spread(found)
     return row
 
 

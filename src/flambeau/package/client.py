@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 from flambeau.errors import Error
+from flambeau.targets.opencl.pocl import name_all_cpus
 
 MOST_RANK = 16
 DTYPES = ("", "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16",
@@ -79,8 +80,10 @@ def runtime_library(data: bytes | memoryview) -> ctypes.CDLL:
 def add_device(runtime: ctypes.CDLL, kind: str, data: bytes | memoryview) -> None:
     """Tell a runtime of a kind of device, whose functions are these."""
     library = _once(data)
-    if kind == "opencl" and (path := opencl_library()):
-        library.flam_opencl_library(path.encode())
+    if kind == "opencl":
+        if path := opencl_library():
+            library.flam_opencl_library(path.encode())
+        name_all_cpus()
     table = getattr(library, f"flam_{kind}")
     table.restype = _P
     runtime.flam_add_device(table())

@@ -121,8 +121,9 @@ class Module:
         self.hash = hash_of(self.path)
         self.library = runtime_library(the(sections, RUNTIME, "runtime").data)
         for s in sections:
-            if s.kind == RUNTIME and s.name.startswith("runtime "):
-                add_device(self.library, s.name.removeprefix("runtime "), s.data)
+            kind = s.name.removeprefix("runtime ")
+            if s.kind == RUNTIME and kind != s.name and (target is None or target.partition(":")[0] == kind):
+                add_device(self.library, kind, s.data)
         if any("torch" in features.split() for features, _ in self.index.targets.values()) and (call := caller()):
             self.library.flam_set_caller(call)
         self._given, self._lock = threading.local(), threading.Lock()

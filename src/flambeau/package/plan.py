@@ -151,8 +151,12 @@ class Numbers:
                 for other in others:
                     found = self.binary(name, found, self.parsed(other))
                 return found
-            case ast.Call(func=ast.Name(id="word" | "float"), args=[x]):
+            case ast.Call(func=ast.Name(id="word" | "float") | ast.Attribute(attr="sym_float"), args=[x]):
                 return self.real(self.parsed(x)), True
+            case ast.BinOp(left=x, op=ast.Pow(), right=ast.UnaryOp(op=ast.USub(), operand=power)):
+                return self.binary("fdiv", (self.constant(1), False), self.parsed(ast.BinOp(x, ast.Pow(), power)))
+            case ast.BinOp(left=x, op=ast.Pow(), right=ast.Constant(value=0.5)):
+                return self.add("sqrt", self.real(self.parsed(x))), True
             case ast.Call(func=ast.Attribute(value=ast.Name(id="math"), attr="sqrt"), args=[x]):
                 return self.add("sqrt", self.real(self.parsed(x))), True
         raise UnsupportedError(f"a package cannot find the number {ast.unparse(e)}")
@@ -260,13 +264,13 @@ class Plan:
 
     @staticmethod
     def is_dense(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
-        if not all(x.is_const for x in (*shape, *strides)):
-            return tuple(strides) == tuple(contiguous_strides(shape))
-        step = 1
-        for s, n in sorted((s.const, n.const) for s, n in zip(strides, shape, strict=True) if n.const != 1):
-            if s != step:
+        """Whether it lies in one piece, in any order of its dimensions."""
+        step, left = as_index(1), [(s, n) for s, n in zip(strides, shape, strict=True) if n != as_index(1)]
+        while left:
+            found = next((k for k, (s, _) in enumerate(left) if s == step), None)
+            if found is None:
                 return False
-            step *= n
+            step = step * left.pop(found)[1]
         return True
 
     def add_buffer(self, place: int, which: int, nbytes: int, life: tuple[int, int] = (0, 0)) -> int:

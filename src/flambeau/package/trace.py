@@ -167,7 +167,7 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
             roles.append(Role(-1, 0))
         else:
             raise UnsupportedError(f"{name}: packages cannot hold the input {spec.arg.name}, a {spec.kind.name}")
-    write_buffers(name, gm, signature, nodes)
+    write_buffers(name, gm, signature, nodes, names)
     numbers_as_tensors(gm)
     results = gm.graph.output_node().args[0]
     assert isinstance(results, list | tuple)
@@ -260,8 +260,9 @@ def drop_numbers(gm: fx.GraphModule, roles: list[Role]) -> None:
     gm.recompile()
 
 
-def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str, fx.Node]) -> None:
-    """What torch.export returns as the new value of a buffer is written there, as a captured graph says it."""
+def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str, fx.Node], inputs: list[str]) -> None:
+    """What torch.export returns as the new value of a buffer is written there, as a captured graph says it. `inputs`:
+    names of the tensors that are given."""
     out = gm.graph.output_node()
     results = list(out.args[0])  # type: ignore[arg-type]
     place_of = {s.target: nodes[s.arg.name] for s in signature.input_specs if s.target}
@@ -277,8 +278,12 @@ def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str
                 copy = gm.graph.call_function(aten.copy_.default, (place, result))
             copy.meta["val"] = place.meta["val"]
         else:
-            raise UnsupportedError(f"{name}: it writes to its input {spec.target}, which a package does not do",
-                                   hint="return the new value instead")
+            given = [n for n in gm.graph.nodes if n.op == "placeholder"]
+            users = [n.name for s, n in zip(signature.input_specs, given) if s.kind is InputKind.USER_INPUT
+                     and isinstance(n.meta.get("val"), torch.Tensor)]
+            which = dict(zip(users, inputs)).get(spec.target, spec.target)
+            raise UnsupportedError(f"{name}: it writes to its input {which!r}, which a package does not do",
+                                   hint="return the new value instead, or make it a buffer")
     out.args = (tuple(left),)
 
 

@@ -73,3 +73,19 @@ def name_the_cpu(record: int) -> str:
                 ctypes.c_uint64.from_address(record + at).value = ctypes.addressof(_given[-1])
                 return name.decode()
     return ""
+
+
+def name_all_cpus() -> None:
+    """Of processes that use the driver themselves, through the library that PyOpenCL has brought along."""
+    try:
+        import pyopencl
+    except ImportError:
+        return
+    try:
+        with a_core_for_each_thread():
+            found = [d for p in pyopencl.get_platforms() if p.name.strip() == PLATFORM for d in p.get_devices()]
+    except pyopencl.Error:  # there is no platform
+        return
+    for device in found:
+        if device.type & pyopencl.device_type.CPU:
+            name_the_cpu(device.int_ptr)
