@@ -18,16 +18,15 @@ from flambeau.capture.kept_whole import whole_operators
 from flambeau.errors import UnsupportedError
 from flambeau.ir.program import Program
 from flambeau.torch_compat.exported import decomposed
-from flambeau.torch_compat.fake import detect_fake_mode
-from flambeau.torch_compat.pytree import tree_flatten_with_path, tree_map, tree_unflatten
+from flambeau.torch_compat.pytree import tree_flatten_with_path, tree_map
 
 from .container import text_words
 from .plan import DTYPES, INPUT, MOST_RANK, WEIGHT, Role, direct_outputs
+from .results import numbers_as_tensors, structure_of
 from .weights import Weights
 
 aten = torch.ops.aten
 GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
-NUMBER = "flambeau_number"  # in what is known of a node: Python takes it as a number
 MOST = 1 << 40  # a size without an upper end
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
@@ -285,54 +284,6 @@ def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str
             raise UnsupportedError(f"{name}: it writes to its input {which!r}, which a package does not do",
                                    hint="return the new value instead, or make it a buffer")
     out.args = (tuple(left),)
-
-
-def numbers_as_tensors(gm: fx.GraphModule) -> None:
-    """Results that are numbers of the run, such as sizes."""
-    out = gm.graph.output_node()
-    results = list(out.args[0])  # type: ignore[arg-type]
-    for k, r in enumerate(results):
-        val = r.meta.get("val") if isinstance(r, fx.Node) else None
-        if isinstance(val, torch.SymInt | torch.SymFloat):
-            dtype = torch.int64 if isinstance(val, torch.SymInt) else torch.float64
-            with gm.graph.inserting_before(out):
-                results[k] = gm.graph.call_function(aten.scalar_tensor.default, (r,), {"dtype": dtype})
-            with detect_fake_mode([n.meta["val"] for n in gm.graph.nodes if "val" in n.meta]):
-                results[k].meta = {"val": torch.empty((), dtype=dtype), NUMBER: True}
-    out.args = (tuple(results),)
-
-
-class Leaf(dict[str, Any]):
-    """Of a structure of results: {"output": its position}, {"number": that of one that is a number in the model}, or
-    {"value": what it is}."""
-
-
-def structure_of(spec: Any, results: Sequence[Any]) -> Any:
-    """How results are nested, with their positions at the leaves."""
-    count = iter(range(len(results)))
-
-    def leaf(r: Any) -> Leaf:
-        if not isinstance(r, fx.Node):
-            return Leaf(value=r)
-        return Leaf(number=next(count)) if NUMBER in r.meta else Leaf(output=next(count))
-
-    flat = [leaf(r) for r in results]
-    return nested(tree_unflatten(flat, spec)) if spec is not None else nested(tuple(flat))
-
-
-def nested(x: Any) -> Any:
-    if isinstance(x, Leaf):
-        return x
-    if isinstance(x, dict) and all(isinstance(k, str) for k in x):
-        return {"dict": {k: nested(v) for k, v in x.items()}}
-    if isinstance(x, dict):
-        return {"pairs": [[k, nested(v)] for k, v in x.items()]}
-    if isinstance(x, list | tuple):
-        return {"tuple" if isinstance(x, tuple) else "list": [nested(y) for y in x]}
-    if x is None:
-        return {"value": None}
-    fields = getattr(x, "__dict__", None)
-    return {"dict": {k: nested(v) for k, v in fields.items()}} if fields else {"value": None}
 
 
 def parameters(function: Any) -> list[str]:
