@@ -25,7 +25,9 @@ def numbers_as_tensors(gm: fx.GraphModule) -> None:
             dtype = torch.int64 if isinstance(val, torch.SymInt) else torch.float64
             with gm.graph.inserting_before(out):
                 results[k] = gm.graph.call_function(aten.scalar_tensor.default, (r,), {"dtype": dtype})
-            with detect_fake_mode([n.meta["val"] for n in gm.graph.nodes if "val" in n.meta]):
+            mode = detect_fake_mode([n.meta["val"] for n in gm.graph.nodes if "val" in n.meta])
+            assert mode is not None, "a traced graph has fake tensors"
+            with mode:
                 results[k].meta = {"val": torch.empty((), dtype=dtype), NUMBER: True}
     out.args = (tuple(results),)
 
