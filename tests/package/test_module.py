@@ -89,6 +89,14 @@ def test_methods_states_and_metadata(path: Path, model: Small) -> None:
     module.set_input(x, "image")
     first, = module.execute()
     assert np.array_equal(first, module.get_output(0)) and np.array_equal(first, module.forward(image=x))
+    module.set_inputs([2 * x])
+    assert np.array_equal(module.execute()[0], module.forward(2 * x))
+    for call, message in ((lambda: module.set_input(x, 1), "has no input 1: its inputs are image"),
+                          (lambda: module.set_inputs([x, x]), "has no input 1"),
+                          (lambda: module.get_output(1), "has 1 outputs, asked for number 1"),
+                          (lambda: module.get_outputs("look_up"), "'look_up' was not executed in this thread")):
+        with pytest.raises(PackageError, match=message):
+            call()
     ids = np.array([1, 2, 1])
     for times in (1, 2):
         rows, total = module.load_method("look_up")(ids)

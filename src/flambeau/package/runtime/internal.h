@@ -153,7 +153,6 @@ struct flam_model {
   void* allocations; /* a list of all of the above */
 };
 
-flam_model* fl_read(const uint8_t* data, size_t size, const char* target, flam_error* error);
 void fl_release(flam_model*);
 void fl_release_weights(flam_model*, weight_set*);
 void* fl_aligned(size_t bytes);
