@@ -320,16 +320,18 @@ def test_threads_that_load_run_and_swap_weights(scaled: Path, tmp_path: Path, sa
 
 
 def test_sizes(scaled: Path, tmp_path: Path) -> None:
-    """A package of one operator with its runtime, and what the runtime needs of a system."""
+    """A package of one operator with its runtime, and what the runtime and the kernels need of a system."""
     sections = {s.kind: s for s in container.read(scaled)}
     assert scaled.stat().st_size <= 80_000
     library = tmp_path / "runtime.so"
     library.write_bytes(sections[container.RUNTIME].data)
     text = int(subprocess.run(["size", str(library)], capture_output=True, text=True).stdout.splitlines()[1].split()[0])
     assert text <= 50_000
-    needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True).stdout
-    names = {x.split("[")[1].split(".")[0] for x in needed.splitlines() if "NEEDED" in x}
-    assert names <= {"libc", "libm", "libpthread"}
+    for kind in (container.RUNTIME, container.CODE):
+        library.write_bytes(sections[kind].data)
+        needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True).stdout
+        names = {x.split("[")[1].split(".")[0] for x in needed.splitlines() if "NEEDED" in x}
+        assert names <= {"libc", "libm", "libpthread"}
 
 
 def test_c_and_cpp_clients(scaled: Path, tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ class CpuCode:
         text = (f'{unit_text(kernels)}\n{shim}\nextern "C" {{\n{declared}'
                 f"static const flam_kernel rows[] = {{{rows or '{nullptr, 0, 0}'}}};\n"
                 f"const flam_code flam_table = {{{len(kernels)}, rows}};\n}}\n")
-        flags = (*self.toolchain.flags, *_SMALL, "-nostartfiles", *_LINK)
+        # Kernels throw nothing; tables for exceptions alone would bind the code to the library of C++.
+        flags = (*self.toolchain.flags, *_SMALL, "-fno-exceptions", "-nostartfiles", *_LINK)
         libraries = tuple(x for x in self.toolchain.libraries if x.startswith("-l"))
         return built(text, replace(self.toolchain, flags=flags, libraries=libraries), self.disk)
 
