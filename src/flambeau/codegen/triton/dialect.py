@@ -76,7 +76,7 @@ class Rough(Triton):
 TRITON, ROUGH = Triton(), Rough()
 # Special functions that NVIDIA's device library lacks.
 MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"}
-# Joins that memory itself does. Of floats it has no minimum that keeps NaN.
+# Combines that have an atomic instruction. For floats there is no atomic minimum or maximum that keeps NaN.
 SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32,
                                            torch.int64)]
                      + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])

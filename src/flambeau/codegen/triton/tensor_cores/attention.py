@@ -308,7 +308,7 @@ class AttentionBlocks(BlockWriter):
 
     @contextmanager
     def walk(self, w: Walk) -> Iterator[Side]:
-        """The loop; inside, a block of the other side, as the side of a tile."""
+        """Opens the loop; yields the current block of the other side as a side of a tile."""
         with self.scope(w.header, (self.other, *w.vars), footer=""):
             if callable(w.found):
                 w.found()
