@@ -174,10 +174,11 @@ def scan(shape: Sequence[IndexLike], axis: int, combine: Combine,
          body: Callable[[tuple[Index, ...]], Expr | tuple[Expr, ...]], reverse: bool = False,
          dtypes: Sequence[DType] | None = None,
          finish: Callable[[tuple[Expr, ...]], tuple[Expr, ...]] | None = None) -> tuple[Value, ...]:
-    """One value per component of `combine`: body combined along `axis` from the start up to each point.
+    """Returns one value per component of `combine`: body combined along `axis` from the start up to each point.
 
-    The running values have the dtypes of the combine; what is stored of them may be narrower (`dtypes`), or what
-    `finish` makes of them."""
+    The running values have the dtypes of the combine. The stored values may be narrower (`dtypes`), or computed from
+    the running values by `finish`.
+    """
     g = graph()
     vars = dim_vars(shape)
     inputs = _several(body(as_indices(vars)))
