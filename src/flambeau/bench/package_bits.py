@@ -155,7 +155,7 @@ def leaves(x: Any) -> list[torch.Tensor]:
     return [y for v in x for y in leaves(v)] if isinstance(x, list | tuple) else [x]
 
 
-# ---- in a process of its own -----------------------------------------------------------------------------------------
+# ---- in a separate process -------------------------------------------------------------------------------------------
 
 ALONE = """
 import json, sys, time
@@ -208,7 +208,7 @@ def run_alone(package: Path, draws: Sequence[Inputs], folder: Path, target: str)
     return [list(dict(np.load(folder / f"found{k}.npz")).values()) for k in range(len(draws))], said["seconds"]
 
 
-# ---- beside the compiler ---------------------------------------------------------------------------------------------
+# ---- compared with the compiler --------------------------------------------------------------------------------------
 
 
 def exported_target(target: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from flambeau.ir.dtypes import DType, is_bool, is_float
 from flambeau.ir.tuning import CPU
 
-# ---- what is known of the steps of a loop, for a dialect to say in its own words ---------------------------
+# ---- facts about the steps of a loop, which a dialect puts into its own words ------------------------------
 
 
 @dataclass(frozen=True)

@@ -505,7 +505,7 @@ def upper(e: Index) -> Index:
 
 
 def largest(e: Index) -> Index | None:
-    """Returns a bound of the absolute value, over sizes of the run alone; None if there is none."""
+    """Returns a bound of the absolute value, over run-time sizes alone; None if there is none."""
     if not any(s.extent is not None or s.name.startswith(WORD) for s in e.symbols()) \
             and not any(isinstance(a, Dyn) for a in e.atoms()):
         return e if is_nonneg(e) else maximum(e, -e)

@@ -55,10 +55,10 @@ def results_of(kernel: Kernel | AttentionKernel) -> list[tuple[int, str]]:
 
 
 def end_of(address: Index) -> Index | None:
-    """One past the last element that is written, over sizes of the run; None if unknown."""
+    """One past the last element that is written, over run-time sizes; None if unknown."""
     if any(isinstance(a, Dyn) for a in address.atoms()):
         return None
-    # The range of a size of the run gives no end: it may be far beyond the actual size.
+    # The range of a run-time size gives no end: it may be far beyond the actual size.
     fixed = all(s.extent is not None and s.extent.is_const for s in address.symbols())
     high = address.bounds()[1] if fixed else None
     end = upper(address) + 1 if high is None else as_index(high + 1)

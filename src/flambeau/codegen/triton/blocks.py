@@ -31,7 +31,7 @@ from .dialect import NARROW, TRITON, Triton
 
 
 class Width(NamedTuple):
-    """The type of a kernel's indices: 32 bits, 64 bits, or the dtype of a size argument if the sizes of a run decide.
+    """The type of a kernel's indices: 32 bits, 64 bits, or the dtype of a size argument if run-time sizes decide.
     """
 
     kind: str
@@ -349,7 +349,7 @@ class BlockWriter(Writer):
         return names
 
     def host(self, i: Index) -> str:
-        """The text by which the host computes an index over sizes of the run."""
+        """The text by which the host computes an index over run-time sizes."""
         return host_text(i, self.sizes)
 
     # ---- the tile --------------------------------------------------------------------------------------

@@ -43,5 +43,5 @@ def is_idle(k: LoopKernel, room: int) -> bool:
     blocks = spans(k, k.outer, room)
     sizes = {v: k.about(v.size, block) for v, block in blocks.items()}
     lanes = math.prod(-(-sizes[v] // block) * block for v, block in blocks.items())
-    known = all(v.size.is_const for v in k.outer[-2:])  # else the kernel would divide by sizes of the run
+    known = all(v.size.is_const for v in k.outer[-2:])  # else the kernel would divide by run-time sizes
     return lanes * 100 > math.prod(sizes.values()) * (BLOCKS.lanes if known else BLOCKS.lanes_at_run)

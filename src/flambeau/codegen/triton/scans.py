@@ -85,7 +85,7 @@ class ScanBlocks(BlockWriter):
             is_line(a.subs(sizes), k.axis, BLOCKS.access) for a in (*read, *self.addresses.values()))
 
     def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:
-        """The number of programs if the axis is not cut; sizes of the run count as large."""
+        """The number of programs if the axis is not cut; run-time sizes count as large."""
         n = 1
         for v in outer:
             n *= -(-self.k.about(v.size, BLOCKS.scan_programs * blocks.get(v, 1)) // blocks.get(v, 1))

@@ -196,7 +196,7 @@ class AttentionBlocks(BlockWriter):
         self.line(f"{name} = tl.full([{', '.join(map(str, shape))}], {value}, {self.d.types[self.n.dtype]})")
         return name
 
-    # ---- which blocks go past --------------------------------------------------------------------------
+    # ---- which blocks are visited ----------------------------------------------------------------------
 
     def walks(self) -> list[Walk]:
         """Returns the loops over the other side's blocks: whole blocks first, then those that compute the mask."""
