@@ -21,7 +21,7 @@ class Capabilities:
     # No result may depend on the order in which points run: on request, and expensive without ordered scatters.
     deterministic: bool = False
     row_elements: int | None = None  # longest row whose values stay in fast memory, whatever their dtype
-    # 32-bit registers that a group's work-items have together for a row, if registers limit a row's length; else 0.
+    # 32-bit registers that a group's work-items have together for a row, if registers hold the row; else 0.
     row_registers: int = 0
     # Larger intermediates are allocated one by one. An arena is occupied all the time, while an allocator that caches
     # its memory can give it to others, such as gradients, as soon as one is dead. None: all share an arena.

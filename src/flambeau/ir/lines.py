@@ -32,7 +32,8 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def joined(vars: Sequence[Sym], *exprs: Expr) -> tuple[tuple[Sym, ...], tuple[Expr, ...]]:
-    """Merges neighbouring variables that the expressions walk as one. Other variables are kept."""
+    """Merges neighbouring variables that the expressions walk as one. The row-major position of a point stays the same.
+    """
     left = list(vars)
     for k in range(len(left) - 2, -1, -1):
         a, b = left[k], left[k + 1]

@@ -283,8 +283,8 @@ class Contract(Reduce):
 
     kind: ClassVar[str] = "contract"
     tf32: bool = field(default=False, kw_only=True)  # factors in float32 may be rounded to what tensor cores take
-    # If not 0: sums of so many elements are added in the dtype of the result, since tensor cores keep fewer digits in
-    # sums of small floats. 0: tensor cores may sum everything.
+    # If not 0: sums of so many elements are added in the dtype of the sum, since tensor cores keep fewer digits in sums
+    # of small floats. 0: tensor cores may sum everything.
     promoted: int = field(default=0, kw_only=True)
     ragged: Ragged | None = field(default=None, kw_only=True)
 
@@ -311,7 +311,7 @@ class Contract(Reduce):
 @dataclass(frozen=True)
 class Partial(Reduce):
     """A Reduce of a contraction's results, computed in its kernel. Along a reduced variable, the results have one value
-    for each group of points, and the kernel chooses the number of groups. `plain`: the same as a kernel of its own."""
+    for each group of points, whose size the kernel chooses. `plain`: the same as a kernel of its own."""
 
     kind: ClassVar[str] = "partial"
     plain: Reduce

@@ -52,7 +52,8 @@ def key_bits(dtype: DType) -> int:
 
 
 def key_of(x: Expr, descending: bool = False) -> Expr:
-    """Returns an int64 key of key_bits(x.dtype) bits that orders as x does when compared without a sign."""
+    """Returns an int64 key of key_bits(x.dtype) bits that orders as x does when compared without a sign. A key of 64
+    bits fills the int64."""
     bits = key_bits(x.dtype)
     if is_float(x.dtype):
         wide = opmath(x.dtype)

@@ -39,7 +39,7 @@ def rows_of(k: LoopKernel) -> Rows | None:
     computed = [a for e in loads(*k.everything()) for a in e.attr[1] if any(isinstance(x, Dyn) for x in a.atoms())]
     if not any(a.coefficient(c) is ONE for a in computed):
         return None
-    # A variable along which stores are contiguous is a point, even if its own address is not computed.
+    # A variable along which stores are contiguous counts as a point, even if it is part of the computed addresses.
     images = [v for v in k.outer if v is not c and any(v in mono for a in computed for mono, _ in a.terms)
               and not any(a.coefficient(v) is ONE for _, a in k.stores)]
     points = [v for v in k.outer if v is not c and v not in images]

@@ -516,8 +516,8 @@ def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:
 
 
 def warps_for(elements: int, programs: int = BLOCKS.enough_programs, values: int = 1) -> int:
-    """Warps for a program that reduces so many elements, with so many programs in all. `values`: the number of tensors
-    that it reads and writes along its rows."""
+    """Warps for a program that reduces so many elements, with so many programs in all. `values`: the loads and stores
+    for each element."""
     each = BLOCKS.thread if programs >= BLOCKS.enough_programs else BLOCKS.thread_few
     while each > BLOCKS.access and each * values > BLOCKS.held_values:
         each //= 2

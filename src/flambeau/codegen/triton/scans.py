@@ -74,8 +74,8 @@ class ScanBlocks(BlockWriter):
         return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
 
     def is_apart(self, rows: bool) -> bool:
-        """Whether each element needs an access of its own, so that many must be in flight: strides are odd, or rows
-        that are too long to be held begin at unaligned addresses."""
+        """Whether each element needs an access of its own, so that many must be in flight: strides are unaligned, or
+        rows that are too long to be held begin at unaligned addresses."""
         k, sizes = self.k, {s: as_index(n) for s, n in self.k.typical}
         steps = [a.coefficient(k.axis) for a in self.addresses.values()]
         if any(c is not ONE and c is not None and c.is_const and c.const % BLOCKS.access for c in steps):
