@@ -234,8 +234,8 @@ def beside_eager(case: Finding, evaluate: Callable[[Callable[[Any], Any]], list[
 
 
 def check_optimizer(kind: str, options: dict[str, Any], form: str, dtype: torch.dtype, device: str) -> list[Finding]:
-    """Compares parameters, state, averages (and the scale) after steps with clipping, each form with the same in eager.
-    """
+    """Compares parameters, state, averages (and the scale) after steps with clipping, each form with the same in
+    eager."""
     make = partial(getattr(torch.optim, kind), **options, **FORMS[form])
     run = partial(scaled_steps if dtype is SCALED else plain_steps, make, dtype, device)
     try:

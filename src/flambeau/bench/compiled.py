@@ -139,8 +139,8 @@ class Case:
         return found
 
     def compare(self, talk: Talk) -> None:
-        """Compares results with and without regions, and from run to run; if runs differ, with deterministic kernels.
-        """
+        """Compares results with and without regions, and from run to run; if runs differ, with deterministic
+        kernels."""
         def look(ours: Callable[[], Tensor], whole: Callable[[], Tensor]) -> tuple[int, int]:
             first = self.values(ours)
             counts = unequal(first, self.values(whole)), unequal(first, self.values(ours))

@@ -70,8 +70,8 @@ class FloorRow:
 
 
 def cuda_times(call: Callable[[], Any], rounds: tuple[int, int] = ROUNDS, limit: float = SECONDS) -> list[float]:
-    """Returns times of the device alone: it is kept busy before each call for as long as the host takes to launch it.
-    """
+    """Returns times of the device alone: it is kept busy before each call for as long as the host takes to launch
+    it."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     flushes = 1
 

@@ -249,8 +249,8 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 
 def bits(case: Case, target: str, row: Row) -> Row:
-    """Measures for each draw how many results differ from the compiler's in any bit, and how far they are from eager's.
-    """
+    """Measures for each draw how many results differ from the compiler's in any bit, and how far they are from
+    eager's."""
     with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as name:
         folder = Path(name)
         export(case.model, case.draws[0], folder / "model.flam", dynamic_shapes=case.shapes,
@@ -289,8 +289,8 @@ def measure_bits(names: Sequence[str], size: str, target: str, jobs: int = 1) ->
 
 
 def side_by_side(function: Callable[[str], Row], names: Sequence[str], jobs: int) -> Iterator[Row]:
-    """Yields the rows of all names, computed by `jobs` processes at a time: one process for each name, which may crash.
-    """
+    """Yields the rows of all names, computed by `jobs` processes at a time: one process for each name, which may
+    crash."""
     if jobs == 1 or len(names) < 2:
         yield from map(function, names)
         return

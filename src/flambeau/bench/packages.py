@@ -230,8 +230,8 @@ def throughput(step: Step, threads: int, seconds: float) -> float:
 
 @dataclass
 class Served:
-    """Seconds of consecutive calls, by percentile, and calls per second of several threads that call at the same time.
-    """
+    """Seconds of consecutive calls, by percentile, and calls per second of several threads that call at the same
+    time."""
 
     name: str
     latency: dict[str, float] = field(default_factory=dict)

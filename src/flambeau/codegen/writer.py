@@ -138,8 +138,8 @@ class Writer:
     # ---- indices -------------------------------------------------------------------------------------
 
     def index(self, i: Index, atom: str = "{}") -> str:
-        """Returns the text of an index, with its variables formatted by `atom`; emits the values it depends on first.
-        """
+        """Returns the text of an index, with its variables formatted by `atom`; emits the values it depends on
+        first."""
         if i.is_const:
             return str(i.const) if i.const >= 0 else f"({i.const})"
         parts: list[str] = []

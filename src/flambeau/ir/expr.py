@@ -392,8 +392,8 @@ def where(cond: Expr, a: Scalar, b: Scalar) -> Expr:
 
 def check(value: Expr, size: Index | int, mask: Expr | None = None, fault: Fault = Fault.SELECTED, dim: int = 0
           ) -> Index:
-    """Returns an index from a computed value that must lie in [0, size); the kernel reports the fault if it does not.
-    """
+    """Returns an index from a computed value that must lie in [0, size); the kernel reports the fault if it does
+    not."""
     size = as_index(size)
     plain = _as_plain_index(cast(value, torch.int64))
     hi = size.bounds()[1]
@@ -566,8 +566,8 @@ def conjuncts(e: Expr) -> Iterator[Expr]:
 
 
 def chosen(e: Expr) -> tuple[Expr, Expr] | None:
-    """Returns a condition and a value if the expression is zero without the condition and the value with it; else None.
-    """
+    """Returns a condition and a value if the expression is zero without the condition and the value with it; else
+    None."""
     if e.op == "cast":
         found = chosen(e.args[0])
         return None if found is None else (found[0], cast(found[1], e.dtype))

@@ -599,8 +599,8 @@ def is_positive(d: Index) -> bool:
 
 
 def _by_common_factor(e: Index, k: int) -> tuple[int, Index, Index] | None:
-    """Splits e into g * big + small with 0 <= small < g, for the greatest such g that divides k; None if there is none.
-    """
+    """Splits e into g * big + small with 0 <= small < g, for the greatest such g that divides k; None if there is
+    none."""
     for g in sorted({gcd(c, k) for _, c in e.terms}, reverse=True):
         if g == 1:
             break

@@ -32,8 +32,8 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def joined(vars: Sequence[Sym], *exprs: Expr) -> tuple[tuple[Sym, ...], tuple[Expr, ...]]:
-    """Merges neighbouring variables that the expressions walk as one. The row-major position of a point stays the same.
-    """
+    """Merges neighbouring variables that the expressions walk as one. The row-major position of a point stays the
+    same."""
     left = list(vars)
     for k in range(len(left) - 2, -1, -1):
         a, b = left[k], left[k + 1]
@@ -86,8 +86,8 @@ def reached(address: Index, loops: Iterable[Sym], size: Callable[[Sym], int]) ->
 
 
 def extent(address: Index, loops: Collection[Sym]) -> int | None:
-    """Returns the distance from the first to the last element that these loops reach, both included; None if unknown.
-    """
+    """Returns the distance from the first to the last element that these loops reach, both included; None if
+    unknown."""
     moving = Index(tuple((m, c) for m, c in address.terms if any(a.symbols() & {*loops} for a in m)), 0)
     lo, hi = moving.bounds()
     return None if lo is None or hi is None else hi - lo + 1

@@ -80,8 +80,8 @@ class Buffer:
         return product(self.shape)
 
     def place(self, index: Sequence[Index]) -> Index:
-        """The address of an element. Strides of torch have max(1, n) for sizes n: where there is an element, that is n.
-        """
+        """The address of an element. Strides of torch have max(1, n) for sizes n: where there is an element, that is
+        n."""
         assert self.strides is not None, f"buffer {self.name} has no layout yet"
         return offset_of(index, [self._step(s) for s in self.strides])
 

@@ -35,8 +35,8 @@ EAGER = {
 
 
 def wants_bits(numerics: str) -> bool:
-    """Whether the setting promises eager's bits: operators that would be computed differently are then left to eager.
-    """
+    """Whether the setting promises eager's bits: operators that would be computed differently are then left to
+    eager."""
     return numerics == "eager"
 
 

@@ -427,8 +427,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Copy:
-    """dst[...] = src: a mutated input whose new value could not be written in place, or a tensor fetched from the host.
-    """
+    """dst[...] = src: a mutated input whose new value could not be written in place, or a tensor fetched from the
+    host."""
 
     dst: str
     src: Value

@@ -176,8 +176,8 @@ def _moved(shape: Shape, place: Callable[[Place], Expr], value: Callable[[Place]
 
 
 def _by_digits(rows: Value, descending: bool) -> Value:
-    """Sorts by digits. Keys too wide for a word are sorted by their low bits, and then, in that order, by the others.
-    """
+    """Sorts by digits. Keys too wide for a word are sorted by their low bits, and then, in that order, by the
+    others."""
     bits = key_bits(rows.dtype)
     words = build.pointwise(rows.shape, lambda i: _joined(_part(rows, i, descending, 0), index_value(i[-1])), laid=True)
     words = _sorted(words, min(bits, KEY))

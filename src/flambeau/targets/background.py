@@ -131,8 +131,8 @@ class Pool:
         self._started = 0
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Starts a function; returns the future of its result. If the process is ending, the function runs immediately.
-        """
+        """Starts a function; returns the future of its result. If the process is ending, the function runs
+        immediately."""
         if self._state is not _state:
             self._begin()
         check()

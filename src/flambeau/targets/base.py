@@ -160,8 +160,8 @@ class Recorder(ABC):
         """Raises the faults that earlier replays found in their data, as far as they are known."""
 
     def settle(self) -> None:
-        """Waits for everything that was launched, then checks. Errors that `record` raises afterwards belong to the
-        recording."""
+        """Raises the faults of everything that was launched so far, and may wait for it. Errors that `record` raises
+        afterwards belong to the recording."""
         self.check()
 
 
@@ -278,8 +278,8 @@ class Target(ABC):
         return run
 
     def recorder(self) -> Recorder | None:
-        """Returns the recorder of runs, which replays them without the host's part of launching. None: there is none.
-        """
+        """Returns the recorder of runs, which replays them without the host's part of launching. None: there is
+        none."""
         return None
 
     def driver(self) -> Any:
@@ -287,8 +287,8 @@ class Target(ABC):
         raise UnsupportedError(f"the target {self.name} has no driver, so it cannot be a PyTorch device")
 
     def on_its_memory(self) -> Target | None:
-        """Returns the target that compiles for the memory of its driver. None: operators of the device run on the CPU.
-        """
+        """Returns the target that compiles for the memory of its driver. None: operators of the device run on the
+        CPU."""
         return None
 
 

@@ -158,8 +158,8 @@ def kept(about: Sequence[Any], find: Callable[[], str] | None) -> str:
 
 
 def fastest(target: Any, candidates: Mapping[int, Callable[[], object]]) -> tuple[int, dict[int, float]]:
-    """Returns the fastest candidate, zero unless another is faster by more than noise, and the seconds that each took.
-    """
+    """Returns the fastest candidate, zero unless another is faster by more than noise, and the seconds that each
+    took."""
     best = dict.fromkeys(candidates, float("inf"))
     for turn in range(ROUNDS):
         for number in sorted(candidates, reverse=bool(turn % 2)):
@@ -220,8 +220,8 @@ def floats(kind: str, memory: torch.Tensor) -> torch.Tensor:
 
 
 def agree(made: torch.Tensor, wanted: torch.Tensor, least: float = 0) -> bool:
-    """Whether results agree, up to rounding relative to the greatest: by `least`, or more for dtypes with fewer digits.
-    """
+    """Whether results agree, up to rounding relative to the greatest: by `least`, or more for dtypes with fewer
+    digits."""
     if wanted.dtype not in ROUNDING or not wanted.numel():
         return torch.equal(made, wanted)
     rounding = max(ROUNDING[wanted.dtype], least)

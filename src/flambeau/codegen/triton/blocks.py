@@ -31,8 +31,8 @@ from .dialect import NARROW, TRITON, Triton
 
 
 class Width(NamedTuple):
-    """The type of a kernel's indices: 32 bits, 64 bits, or the dtype of a size argument if run-time sizes decide.
-    """
+    """The type of a kernel's indices: 32 bits, 64 bits, or the dtype of a size
+    argument if run-time sizes decide."""
 
     kind: str
     holds: str = ""  # a Python condition on the sizes under which they are narrow, if the sizes decide
@@ -388,8 +388,8 @@ class BlockWriter(Writer):
 
 
 def padded_read(e: Expr) -> Expr | None:
-    """Returns the load of an expression that is a masked load with a constant where the mask does not hold; else None.
-    """
+    """Returns the load of an expression that is a masked load with a constant where the mask does not hold; else
+    None."""
     if e.op != "where" or e.args[2].op != "const":
         return None
     read = e.args[1].args[0] if e.args[1].op == "cast" and e.args[2].attr == 0 else e.args[1]

@@ -450,8 +450,8 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
 
 
 def side_by_side(k: LoopKernel) -> LoopKernel:
-    """Merges the columns of a reduction into one variable if a block of the last one would leave too many lanes idle.
-    """
+    """Merges the columns of a reduction into one variable if a block of the last one would leave too many lanes
+    idle."""
     if k.vector not in k.outer or k.bounds is not None or len(k.outer) < 2:
         return k
     blocks = spans(k, k.outer, k.form.width)

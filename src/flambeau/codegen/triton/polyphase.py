@@ -92,8 +92,8 @@ def divided(k: LoopKernel) -> Iterator[tuple[Sym, int]]:
 
 
 def halved(k: LoopKernel, v: Sym, n: int) -> tuple[LoopKernel, Sym, Expr | None]:
-    """Replaces v by n * high + low; also returns low, and the condition for being inside if n does not divide the size.
-    """
+    """Replaces v by n * high + low; also returns low, and the condition for being inside if n does not divide the
+    size."""
     size = v.size.const
     high, low = Sym(f"{v.name}o", -(-size // n)), Sym(f"{v.name}i", n)
     both = as_index(high) * n + low
@@ -104,8 +104,8 @@ def halved(k: LoopKernel, v: Sym, n: int) -> tuple[LoopKernel, Sym, Expr | None]
 
 
 def phase_variables(k: LoopKernel) -> list[Sym]:
-    """Small variables that most loads do not depend on: all or nearly all loads are the same for each of their values.
-    """
+    """Small variables that most loads do not depend on: all or nearly all loads are the same for each of their
+    values."""
     outer = frozenset(k.outer)
     reads = {e.attr[1][0] for e in walk(*k.everything()) if e.op == "load"}
     followed = [a for a in reads if not outer.isdisjoint(a.symbols())]

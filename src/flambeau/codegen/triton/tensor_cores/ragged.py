@@ -72,8 +72,8 @@ class RaggedTiles(TileWriter):
         self.line(f"{self.sym(self.of_part[0])}, first_row, end_row = fl.share(at_row, begins, ends, {self.t.high})")
 
     def part_of_depth(self) -> tuple[str, str, str]:
-        """Writes and returns where a part of the depth begins, where its last whole step ends, and where the part ends.
-        """
+        """Writes and returns where a part of the depth begins, where its last whole step ends, and where the part
+        ends."""
         assert self.k.ragged is not None
         part, (begin, whole, end) = self.k.ragged.part, (self.fresh(name) for name in ("begin", "whole", "end"))
         self.blocks = []

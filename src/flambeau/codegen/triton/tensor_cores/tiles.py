@@ -111,8 +111,8 @@ class TileWriter(MapWriter):
 
     def reduce_tile(self, r: TileReduction, values: Sequence[Expr], addresses: Sequence[Index], starts: Sequence[str]
                     ) -> None:
-        """Stores the tile's partial reduction in the first of the slots that it covers, and the identity in the others.
-        """
+        """Stores the tile's partial reduction in the first of the slots that it covers, and the identity in the
+        others."""
         c = r.item.joins
         axes = [axis for axis, step in enumerate((r.rows, r.columns)) if step is not None]
         nothing = [self.d.constant(e.attr, e.dtype) for e in c.identity]
