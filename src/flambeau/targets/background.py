@@ -139,13 +139,15 @@ class Pool:
         future: Future[T] = Future()
         with _state.lock:
             late = _state.closing
+            more = False  # threads
             if not late:
                 _state.pools.add(self)
                 self._work.put((future, function, args))
+                more = not self._idle.acquire(blocking=False) and self._started < self.count
+                self._started += more
         if late:
             _do(future, function, args)
-        elif not self._idle.acquire(blocking=False) and self._started < self.count:
-            self._started += 1
+        elif more:
             try:
                 start(self.work, name=self.name)
             except Closing:  # closing began in between

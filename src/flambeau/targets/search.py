@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from flambeau.codegen.source import BlockSource
+from flambeau.codegen.triton.dialect import POINTED
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.base import Build, Launch, Plan, Step
@@ -39,10 +40,9 @@ log = logging.getLogger(__name__)
 SUFFIX = ".tuned"
 ROUNDS = 5  # each times all candidates, alternately forwards and backwards, because clocks drift
 GAIN = 0.98  # share of the heuristic's time that another must stay below: smaller differences are noise
-FLOATS = {"*fp64": torch.float64, "*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16}
 # The tolerance for rounding, relative to the greatest result.
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-BYTES = {"1": 1, "8": 1, "16": 2, "32": 4, "64": 8}
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2,
+            torch.float8_e4m3fn: 0.125, torch.float8_e5m2: 0.25}
 
 
 _undecided = ContextVar("undecided", default=False)
@@ -175,7 +175,7 @@ def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequen
     results = []
     for at, count in source.results:
         kind = source.pointers[at]
-        nbytes = int(eval(count, {}, names)) * BYTES[kind.lstrip("*fpbiu")]
+        nbytes = int(eval(count, {}, names)) * POINTED[kind].itemsize
         results.append((kind, target.memory(pointers[at], nbytes)))
     def run(launch: Launch) -> None:
         for _, memory in results:
@@ -216,7 +216,8 @@ def built(target: Timed, sources: Sequence[BlockSource]) -> list[Launch | None]:
 
 def floats(kind: str, memory: torch.Tensor) -> torch.Tensor:
     """Returns the memory behind a pointer as floats, if they are; their results may differ by rounding."""
-    return memory.view(FLOATS[kind]) if kind in FLOATS else memory
+    dtype = POINTED[kind]
+    return memory.view(dtype) if dtype in ROUNDING else memory
 
 
 def agree(made: torch.Tensor, wanted: torch.Tensor, least: float = 0) -> bool:
@@ -225,5 +226,7 @@ def agree(made: torch.Tensor, wanted: torch.Tensor, least: float = 0) -> bool:
     if wanted.dtype not in ROUNDING or not wanted.numel():
         return torch.equal(made, wanted)
     rounding = max(ROUNDING[wanted.dtype], least)
+    if wanted.dtype.itemsize == 1:  # torch does not compare floats of 8 bits
+        made, wanted = made.float(), wanted.float()
     scale = wanted.nan_to_num(0, 0, 0).abs().max().item()
     return torch.allclose(made, wanted, rtol=rounding, atol=rounding * scale, equal_nan=True)

@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
@@ -160,13 +161,15 @@ def cpu_identity() -> str:
     """Returns what `-march=native` depends on: its code must not be loaded on a machine with other instructions."""
     x86 = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
     arm = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features")
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        uname = os.uname()
-        return f"{uname.machine} {uname.nodename}"
-    rows = [line.split(":", 1) for line in first.splitlines() if ":" in line]
-    return "\n".join(f"{key.strip()}: {value.strip()}" for key, value in rows if key.strip() in x86 + arm)
+    text = ""
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+    rows = [[part.strip() for part in line.split(":", 1)] for line in text.splitlines() if ":" in line]
+    told = dict.fromkeys(f"{key}: {value}" for key, value in rows if key in x86 + arm)  # cores may differ
+    if told:
+        return "\n".join(told)
+    uname = os.uname()  # other architectures name other things: such a machine shares its kernels with no other
+    return f"{uname.machine} {uname.nodename}"
 
 
 @cache

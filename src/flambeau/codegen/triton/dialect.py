@@ -92,3 +92,4 @@ POINTER = {
     torch.uint16: "*u16", torch.uint32: "*u32", torch.uint64: "*u64", torch.bool: "*i1",
     torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
 }
+POINTED = {kind: dtype for dtype, kind in POINTER.items()}

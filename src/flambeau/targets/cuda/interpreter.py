@@ -147,9 +147,9 @@ def memory_is(regions: list[Region] | None) -> Iterator[None]:
 
 def width_of(kind: str) -> int:
     """The bytes of an element behind a pointer of this type."""
-    from flambeau.codegen.triton.dialect import POINTER
+    from flambeau.codegen.triton.dialect import POINTED
 
-    return next(dtype.itemsize for dtype, pointer in POINTER.items() if pointer == kind)
+    return POINTED[kind].itemsize
 
 
 def check_accesses(addresses: Any, mask: Any) -> None:
