@@ -177,8 +177,7 @@ PROGRAMS = Programs(into_any=False, most_fixed=MOST_KERNELS, apart=_aside)
 
 
 class _Gate:
-    """The gate in front of one form of an operator. It is never destroyed: the next `accelerate` uses its kernels
-    again."""
+    """The gate in front of one form of an operator. It is never destroyed: the next `accelerate` reuses its kernels."""
 
     def __init__(self, native: Gates, device: str, key: str, form: OperatorForm) -> None:
         self.native, self.device, self.form = native, device, form
@@ -209,8 +208,7 @@ class _Gate:
         self.native.open(self.number, elements, self.form.measured(), capturing)
 
     def ask(self, args: Arguments, same: tuple[int, ...], lift: int) -> tuple[*Served, bool] | bool | None:
-        """A program for calls like this one, and whether to use it; None: torch serves them; False: the next call asks
-        again."""
+        """A program for such calls, and whether to use it; None: torch serves them; False: the next call asks again."""
         call = described(args, same)
         if closing() or PROGRAMS.is_new(self.form, call) and not self.now:
             return False

@@ -175,8 +175,8 @@ class Shapes:
         self.numbers: list[Any] = []
         self.empty = False  # a tensor has no elements: little to compile, and special rules for strides
         self.packed = True
-        self._places: dict[int, tuple[list[int], list[int | None], Hashable]] = {}  # of tensors among the values
-        self._last: dict[int, dict[int, int]] = {}  # by dimensions, counted from the last, and sizes
+        self._places: dict[int, tuple[list[int], list[int | None], Hashable]] = {}  # of a tensor's values
+        self._last: dict[int, dict[int, int]] = {}  # by dimension from the last, and size
         self.key: Hashable = tuple(self._of(x, str(a.type), is_size(op, a.name))
                                    for a, x in zip(op._schema.arguments, self.args, strict=True))
 
@@ -186,7 +186,7 @@ class Shapes:
 
     @property
     def identity(self) -> Hashable:
-        """What a program for one shape is made for, beside the class."""
+        """Together with the class, everything that a program for a single shape depends on."""
         return tuple(self.values), None if self.loops is None else self.loops.layout
 
     def _of(self, x: Any, kind: str, size: bool) -> Hashable:
@@ -221,8 +221,7 @@ class Shapes:
         return sizes, strides, (x.dtype, x.device, rules, x.overlaps)
 
     def _wide(self, sizes: Sequence[int]) -> list[int]:
-        """Example strides with gaps, all different from each other and from the sizes: strides of loops are arbitrary
-        numbers."""
+        """Example strides with gaps, different from each other and from the sizes: strides of loops are arbitrary."""
         gap, strides = len(self._places) + 2, [len(self._places) + 2]
         for at in reversed(sizes[1:]):
             strides.insert(0, strides[0] * self.hints[at] + gap)
@@ -311,7 +310,7 @@ class ClassProgram:
 
 @dataclass
 class CallClass:
-    """Calls that differ in sizes and numbers alone."""
+    """A class of calls, which differ only in sizes and numbers, with its programs."""
 
     numbers: list[Any]  # of the first call
     changed: int = 0  # bits: the positions at which other numbers were seen
@@ -327,7 +326,7 @@ class CallClass:
         return self.changed
 
 
-Served = tuple[Run, tuple[Range, ...], tuple[Numbers, ...], int, bool]  # lifted, whether for many shapes
+Served = tuple[Run, tuple[Range, ...], tuple[Numbers, ...], int, bool]  # lifted numbers, whether for many shapes
 
 
 class Programs:
@@ -353,8 +352,7 @@ class Programs:
             return not known
 
     def serving(self, form: OperatorForm, args: Arguments, lift: int) -> Served:
-        """The program for such calls. Raises UnsupportedError with the reason if there is none, OtherShapes to resize
-        outputs."""
+        """The program for such calls. UnsupportedError says why there is none, OtherShapes how to resize outputs."""
         shapes = Shapes(form.op, args, self.into_any)
         why = ""
         if not shapes.empty and shapes.values:

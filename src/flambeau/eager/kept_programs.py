@@ -52,8 +52,7 @@ def codec() -> Codec:
 
 
 class Kept:
-    """The entries of a class on disk. Operators from outside of torch have none: their formulas may change at any
-    time."""
+    """The entries of a class on disk. Operators from outside of torch have none: their formulas may change."""
 
     def __init__(self, key: tuple[Any, ...], form: OperatorForm, args: Arguments) -> None:
         self.key, self.form, self.args = key, form, args

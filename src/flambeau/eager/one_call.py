@@ -130,8 +130,7 @@ def numbers_of(op: OpOverload, args: Arguments) -> list[Any]:
 
 
 class OtherShapes(Exception):
-    """Raised if outputs must first be resized: holds for each the new sizes followed by the strides for a resized
-    tensor."""
+    """Raised if outputs must first be resized: holds the new sizes of each, followed by the strides after a resize."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         self.shapes = shapes
@@ -249,7 +248,7 @@ class _Graph:
             like = targets[0].meta["val"]
             given |= {"dtype": like.dtype, "device": like.device}
             by_name |= {"dtype", "device"}
-        elif self.into_any and targets and "dtype" in given and given["dtype"] is None:  # sums are taken in that
+        elif self.into_any and targets and "dtype" in given and given["dtype"] is None:  # sums are computed in it
             given["dtype"] = targets[0].meta["val"].dtype
         results = self.call(tuple(x for name, x in given.items() if name not in by_name),
                             {name: x for name, x in given.items() if name in by_name})
@@ -264,7 +263,7 @@ class _Graph:
                 node = self.graph.call_function(aten.copy_.default, (target, result))
                 node.meta["val"] = target.meta["val"]
         self.graph.output([] if targets else results)
-        return LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
+        return LazyGraphModule(self.held, self.graph)  # its Python code is not needed, and some names are invalid in it
 
     def shaped(self, result: fx.Node, shape: torch.Size) -> fx.Node:
         """Reshape the result to this shape, if it has the same number of elements."""
@@ -351,8 +350,7 @@ class _Graph:
         return [None if x is None else recorder.node(x) for x in made]
 
     def lay_out(self, results: list[Any]) -> None:
-        """Set the layout of a decomposed call's results to that of eager's operator, not of the decomposition's last
-        operator."""
+        """Give a decomposed call's results the layout of eager's operator, not that of the decomposition's last one."""
         if self.whole is None or self.form.written or is_view(self.form.op):
             return
         said = [None if r is None else r.meta["val"] for r in results]

@@ -53,7 +53,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class OperatorForm:
-    """One operator as it is called: it returns its results, or writes them into arguments."""
+    """One form of an operator: it returns its results, or writes them into arguments."""
 
     op: OpOverload
     functional: Callable[..., Any]  # computes the same; usually an operator itself
@@ -90,7 +90,7 @@ def base(op: OpOverload) -> str:
 
 @cache
 def all_forms() -> tuple[OperatorForm, ...]:
-    """Every form of every operator of the groups that has a lowering."""
+    """Every form of every operator that is in a group and has a lowering."""
     ops_loaded()
     named = {op if isinstance(op, str) else name_of(op): group for op, group in described("group") if group}
     found = (form for name, group in named.items() for form in forms(name, LOWERINGS, group))

@@ -111,7 +111,7 @@ def _mapped(x: Any, change: Callable[[TensorLike], Any]) -> Any:
 
 
 def _filled(x: Any, device: torch.device, value: int, made: dict[int, torch.Tensor]) -> Any:
-    """Replace descriptions by filled tensors. `made`: the tensors so far, because some operators reject identical
+    """Replace descriptions by filled tensors. `made`: the tensors so far, since some operators reject identical
     ones."""
     def fill(t: TensorLike) -> torch.Tensor:
         if t.same not in made:
@@ -151,7 +151,7 @@ def _elements(args: tuple[Any, ...]) -> int:
 
 # ---- numbers ---------------------------------------------------------------------------------------------
 
-Numbers = tuple[int, bool, float, float]  # which number of the call, whether it is a float, the least and the most
+Numbers = tuple[int, bool, float, float]  # position in the call's numbers, whether a float, minimum, maximum
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
