@@ -26,8 +26,7 @@ GROUP = "torch.backends"
 
 
 def autoload() -> None:
-    """Register the device, unless PyTorch has an accelerator of its own, or another package provides an external
-    device.
+    """Register the device, unless PyTorch has an accelerator of its own, or another package brings an external device.
 
     Called twice if the installation is found twice."""
     if backend_name() == NAME:

@@ -1,5 +1,4 @@
-"""The device's interface for torch.compile: a device interface for Dynamo, and an error in place of an Inductor
-backend."""
+"""The device's side of torch.compile: a device interface for Dynamo, and an error in place of an Inductor backend."""
 
 from __future__ import annotations
 

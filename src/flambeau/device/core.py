@@ -48,8 +48,7 @@ class _Table(ctypes.Structure):
 
 
 class Driver(Protocol):
-    """The functions that a kind of device provides to the core. Stream -1 means all streams of a device, or the
-    host."""
+    """The functions that a kind of device provides to the core. Stream -1 is all streams of a device, or the host."""
 
     devices: int
     accelerates: bool  # whether any of them is not this machine's CPU
@@ -122,8 +121,7 @@ class Core:
         return self._generator(device)
 
     def _guarded(self, function: Callable[..., Any], types: tuple[Any, ...]) -> Callable[..., int]:
-        """Wrap a driver function so that no exception passes through C: the core asks for its text and raises its
-        own."""
+        """Wrap a driver function so that no exception passes through C: the core raises its own, with that text."""
         count = sum(not issubclass(kind, ctypes._Pointer) for kind in types)
 
         def call(*arguments: Any) -> int:

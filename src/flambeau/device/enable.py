@@ -42,8 +42,7 @@ _LIBRARIES: list[torch.library.Library] = []  # kept, because kernels are unregi
 
 
 def enable_device() -> None:
-    """Register `torch.device("flambeau")` for the rest of the process. Raises UnsupportedError if there is no
-    device."""
+    """Register `torch.device("flambeau")` for the rest of the process. UnsupportedError if there is no device."""
     with _LOCK:
         if torch_module.is_initialized():
             return

@@ -23,8 +23,7 @@ def register() -> None:
 
 
 def _dlpack_device(others: Callable[[torch.Tensor], tuple[IntEnum, int]]) -> Callable[..., tuple[IntEnum, int]]:
-    """Add the device to `__dlpack_device__`: PyTorch exports an external device, but only knows its original name
-    here."""
+    """Add the device to `__dlpack_device__`: PyTorch can export it, but only knows its original name here."""
 
     def __dlpack_device__(self: torch.Tensor) -> tuple[IntEnum, int]:  # PyTorch's name
         if self.device.type != NAME:

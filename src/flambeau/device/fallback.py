@@ -257,8 +257,7 @@ class Fallback:
         return private(partial(self._run, op, compute))
 
     def _composed(self, op: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute a call by other operators, or on the CPU if these do not support it (a dtype that only the CPU
-        has)."""
+        """Compute a call by other operators, or on the CPU if these do not support it (such as its dtype)."""
         row = args[0] if args and isinstance(args[0], (list, tuple)) else ()  # index tensors may be on another device
         tensors = [a for a in (*row, *args, *kwargs.values()) if isinstance(a, Tensor)]
         suits = tensors[0].dtype in SUPPORTED and not tensors[0].is_cpu and len({t.device for t in tensors}) == 1

@@ -111,8 +111,7 @@ def _mapped(x: Any, change: Callable[[TensorLike], Any]) -> Any:
 
 
 def _filled(x: Any, device: torch.device, value: int, made: dict[int, torch.Tensor]) -> Any:
-    """Replace descriptions by filled tensors. `made`: the tensors so far, since some operators reject identical
-    ones."""
+    """Replace descriptions by filled tensors. `made`: the tensors so far, some operators reject identical ones."""
     def fill(t: TensorLike) -> torch.Tensor:
         if t.same not in made:
             made[t.same] = torch.empty_strided(t.shape, t.strides, dtype=t.dtype, device=device).fill_(value)
