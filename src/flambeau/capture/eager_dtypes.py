@@ -30,8 +30,7 @@ SMALL = (torch.float16, torch.bfloat16)  # GPUs and our device have kernels for 
 
 
 def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> Any:
-    """Run an operator on `given(argument)` for each argument; warnings are suppressed and the random state is
-    restored."""
+    """Run an operator on `given(argument)` for each argument; suppresses warnings and restores the random state."""
     state = torch.get_rng_state() if facts(op).random else None
     try:
         with (warnings.catch_warnings(), disable_current_modes(), no_python_dispatcher(), torch.no_grad(),

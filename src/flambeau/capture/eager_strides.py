@@ -64,8 +64,7 @@ def order(shape: Sequence[int], operands: Sequence[Strides]) -> list[int]:
 
 
 def packed(shape: Sequence[int], dims: Sequence[int], least: int = 1) -> Strides:
-    """The strides of a dense array with this order of dimensions; `least`: the size that an empty dimension counts
-    as."""
+    """The strides of a dense array with this order of dimensions; `least`: the size of an empty dimension."""
     out, step = [0] * len(shape), 1
     for d in dims:
         out[d] = step
@@ -340,7 +339,7 @@ def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
         return val
     for rule in rules:
         try:
-            with unset_fake_temporarily(), no_python_dispatcher():  # ATen's own code, not the rules in its place
+            with unset_fake_temporarily(), no_python_dispatcher():  # ATen's own code, not rules that replace it
                 asked = [rule(n, made, samples, 0)]
                 with suppress(ValueError) if samples.may_hold else nullcontext():
                     asked += [rule(n, made, samples, k) for k in range(1, len(samples))]

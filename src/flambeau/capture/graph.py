@@ -306,8 +306,8 @@ class Lowering:
         return (self.storage.from_start(x) if beyond else self.storage.strided(x), *args[1:])
 
     def agreed(self) -> list[bool | None]:
-        """For each pair of sizes that a lowering assumed to be equal, whether they are; not every rule of torch checks
-        this."""
+        """For each pair of sizes that a lowering assumed to be equal, whether they are. Not all of torch's rules check
+        it."""
         pairs, self.g.equal = self.g.equal, {}
         return [self.c.symbols.same(a, b) for a, b in pairs]
 
@@ -367,8 +367,7 @@ class Lowering:
                 target, n.args, n.kwargs, self.device)
 
     def takes_functions(self, n: fx.Node) -> bool:
-        """Whether a higher-order operator may be lowered; not in exact numerics, since eager's bits are those of its
-        parts."""
+        """Whether a higher-order operator may be lowered; not in exact numerics, where its parts must round alike."""
         known = [t for a in (n, *n.all_input_nodes) for t in flat(a.meta.get("val")) if isinstance(t, torch.Tensor)]
         return not self.g.policy.exact and all(
             supported(t, SUPPORTED) and t.device == self.device for t in known)
@@ -561,6 +560,5 @@ def computes_nothing(n: fx.Node) -> bool:
 
 
 def supported(t: torch.Tensor, dtypes: Set[torch.dtype]) -> bool:
-    """Whether kernels can read it: e.g. memory of a negated view (a conjugate's imaginary part) holds negated
-    values."""
+    """Whether kernels can read it: a negated view (a conjugate's imaginary part) holds negated values."""
     return t.dtype in dtypes and t.layout is torch.strided and not t.is_quantized and not t.is_neg()

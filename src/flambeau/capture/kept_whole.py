@@ -41,7 +41,7 @@ def below_autograd(op: OpOverload) -> Callable[..., Any]:
 
 @cache
 def with_formula() -> tuple[OpOverload, ...]:
-    """The operators for which torch has such kernels, but for those that round nothing."""
+    """The operators for which torch has such kernels, except for those that never round."""
     aten = torch.ops.aten
     packets = (getattr(aten, name) for name in dir(aten) if not named(name).unrounded)
     every = (getattr(p, o) for p in packets if isinstance(p, OpOverloadPacket) for o in p.overloads())

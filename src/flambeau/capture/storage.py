@@ -180,8 +180,7 @@ class Storage:
         return self.strided(x) if isinstance(v, Value) and v not in self.lowering.elsewhere else v
 
     def from_start(self, n: fx.Node) -> Value:
-        """`strided` for operators that count from the start of the storage: a copy of an input's storage has its full
-        length."""
+        """`strided` for operators that count from the start of the storage: a copy of an input's storage is as long."""
         root = view_root(n)
         if copies_input(root):
             self.call_copy(root)
@@ -258,8 +257,8 @@ class Storage:
         return replace(v, strides=want, offset=start)
 
     def on_line(self, n: fx.Node, v: Value) -> Value | None:
-        """A view of a root that lies as in eager, in a buffer of one dimension (`lay_out`), by its strides: which place
-        that is in terms of the root's dimensions may be more than index algebra finds out."""
+        """A view of a root that has eager's layout in a one-dimensional buffer (`lay_out`), by its strides: index
+        algebra may be unable to express it in the root's dimensions."""
         root = view_root(n)
         base, b = self.of(root), self.g.buffers[v.buffer]
         whole = root is not n and base.buffer == v.buffer and b.shape == (base.numel,) and b.strides == (ONE,)
@@ -271,8 +270,8 @@ class Storage:
         return Value(v.buffer, v.shape, v.dtype, (at,), strides=want)
 
     def offset(self, n: fx.Node, v: Value) -> Index | None:
-        """The offset of a view that may be empty, counted from the node that owns its buffer; None if the index tells
-        it."""
+        """The offset of a view that may be empty, counted from the node that owns its buffer; None if given by its
+        index."""
         if (v.numel.bounds()[0] or 0) > 0:
             return None
         base, up = n, viewed(n)
@@ -299,7 +298,7 @@ class Storage:
 def inside(x: Any, above: Value) -> bool:
     """Whether a lowering's result is a view of `above`."""
     values = x if isinstance(x, (list, tuple)) else [x]
-    return all(v is None or (v.buffer == above.buffer and v.dtype is above.dtype) for v in values)  # None: nobody's
+    return all(v is None or (v.buffer == above.buffer and v.dtype is above.dtype) for v in values)  # None: unused
 
 
 def lies_as(v: Value, b: Buffer, want: Sequence[Index]) -> bool:

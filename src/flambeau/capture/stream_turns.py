@@ -62,8 +62,7 @@ class StreamTurns:
         graph.turns.append(Turn(0, 0))
 
     def nodes(self, graph: fx.Graph) -> list[fx.Node]:
-        """The graph's nodes by turn. This order is valid, because a node never has an earlier turn than its
-        arguments."""
+        """The graph's nodes by turn. This order is valid, as no node has an earlier turn than its arguments."""
         return sorted(graph.nodes, key=lambda n: self.marks[n][0])
 
     def take_saved(self, places: tuple[int, ...], argument: str) -> None:

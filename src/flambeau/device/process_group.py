@@ -83,8 +83,7 @@ class StagedGroup(dist.ProcessGroup):
         return _after(start(hosts, wanted), _pairs(tensors, hosts), tensors, divide)
 
     def _scattered(self, pairs: Sequence[Back], opts: Any, result: Any) -> Any:
-        """Reduce everything in every process and keep one part, as gloo does itself; but gloo's version returns no
-        future."""
+        """Reduce everything in every process and keep one part, as gloo itself does, but without returning a future."""
         wanted, divide = self._summed(opts or dist.ReduceScatterOptions(), dist.AllreduceCoalescedOptions())
         back = [(output, host.chunk(self.size())[self.rank()].view(output.shape)) for output, host in pairs]
         return _after(self._gloo.allreduce_coalesced([host for _, host in pairs], wanted), back, result, divide)

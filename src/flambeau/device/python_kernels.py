@@ -25,7 +25,7 @@ def private(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def aten_named(name: str) -> Any:
-    """The operator of that name, "index.Tensor" or "equal"."""
+    """The ATen operator with this name, such as "index.Tensor" or "equal"."""
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 

@@ -72,5 +72,5 @@ def register_sparse(everything: torch.library.Library, aten_library: torch.libra
                 aten_library.impl(short(op), private(partial(op.redispatch, keys)), key)
             elif (compute := facts(op).instead_of_sparse) is not None:
                 aten_library.impl(short(op), host.instead(op, compute), key)
-            elif any(has(name, composite) for composite in _COMPOSITES):  # which would come before a fallback
+            elif any(has(name, composite) for composite in _COMPOSITES):  # these would precede a fallback
                 aten_library.impl(short(op), private(partial(host.call, op)), key)

@@ -5,8 +5,8 @@
         ...
     FRAMES.apply(passing); FRAMES.undo()     # until somebody undoes it
 
-Most hold only while this backend compiles, under Dynamo's lock. The others, marked `lasting`, are seen by everybody in
-the process. They do nothing for calls that are not Flambeau's, and FLAMBEAU_PATCHES=0 leaves them out.
+Most apply only while this backend compiles, under Dynamo's lock. The others, marked `lasting`, are visible to all code
+in the process. They do nothing for calls that are not Flambeau's, and FLAMBEAU_PATCHES=0 turns them off.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _cut(fusing: Iterable[Any], maps: Iterable[Any]) -> Iterator[Change]:
 
 
 def _kernels(wanted: Mapping[Any, Mapping[Any, Any]]) -> Iterator[Change]:
-    """`wanted`: for each operator what stands under keys of its table; MISSING: nothing."""
+    """Replace Python kernels. `wanted`: for each operator the new entries of its kernel table; MISSING removes one."""
     for op, kernels in wanted.items():
         for key, kernel in kernels.items():
             yield op.py_kernels, key, kernel
@@ -70,13 +70,13 @@ def _forget_kernels(_: bool, wanted: Mapping[Any, Mapping[Any, Any]]) -> None:
     from .fake import forget_shapes
 
     for op in wanted:
-        op._dispatch_cache.clear()  # of what was found in the table
+        op._dispatch_cache.clear()  # clear results of lookups in the table
     forget_shapes({op for op, kernels in wanted.items() if DispatchKey.Meta in kernels})
 
 
 def _handlers(functions: Mapping[Any, Any], methods: Mapping[str, Any], leaving: Callable[..., Any]
               ) -> Iterator[Change]:
-    """Not every release writes out every one of them."""
+    """Wrap the handlers of these functions and methods; a release may lack some of them."""
     from .dynamo import TensorVariable, TorchInGraphFunctionVariable
 
     handlers = TorchInGraphFunctionVariable._get_handlers()

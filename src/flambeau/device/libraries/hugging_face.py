@@ -81,8 +81,7 @@ def with_device(own: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, A
         if max_memory is None:
             memory = {k: torch.accelerator.get_memory_info(k)[0] for k in range(torch_module.device_count())}
             return memory | own()
-        # It reports that numbered devices do not exist, so each is passed as "cpu", just to convert the unit of its
-        # size.
+        # It reports that numbered devices do not exist, so each is passed as "cpu", just to convert its unit.
         numbered = {k: own({"cpu": v})["cpu"] for k, v in max_memory.items() if isinstance(k, int)}
         return dict(sorted(numbered.items())) | own({k: v for k, v in max_memory.items() if not isinstance(k, int)})
 
