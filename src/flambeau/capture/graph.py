@@ -306,8 +306,7 @@ class Lowering:
         return (self.storage.from_start(x) if beyond else self.storage.strided(x), *args[1:])
 
     def agreed(self) -> list[bool | None]:
-        """For each pair of sizes that a lowering assumed to be equal, whether they are. Not all of torch's rules check
-        it."""
+        """For each pair of sizes that a lowering assumed to be equal, whether they are equal."""
         pairs, self.g.equal = self.g.equal, {}
         return [self.c.symbols.same(a, b) for a, b in pairs]
 

@@ -19,8 +19,7 @@ RUN_WITH = torch.ops.higher_order.run_with_rng_state
 
 
 def results(n: fx.Node) -> Any:
-    """Torch's metadata for the wrapped operator's results (a fake tensor, or several), missing on the wrapper's
-    node."""
+    """Torch's metadata for the wrapped operator's results (a fake tensor, or several), not on the wrapper's node."""
     start = 1 if n.target is RUN_AND_SAVE else 2
     op: Any = n.args[start - 1]
     args: Any

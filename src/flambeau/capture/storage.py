@@ -270,8 +270,7 @@ class Storage:
         return Value(v.buffer, v.shape, v.dtype, (at,), strides=want)
 
     def offset(self, n: fx.Node, v: Value) -> Index | None:
-        """The offset of a view that may be empty, counted from the node that owns its buffer; None if given by its
-        index."""
+        """The offset of a view that may be empty, counted from the node that owns its buffer; else None."""
         if (v.numel.bounds()[0] or 0) > 0:
             return None
         base, up = n, viewed(n)

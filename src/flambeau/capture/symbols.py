@@ -31,7 +31,7 @@ class Symbols:
         self.hosts: dict[Sym, Host] = {}  # symbols that stand for computed numbers
         self.typical: dict[Sym, int] = {}  # their values when the graph was captured
         self._numbers: dict[Sym, Callable[[], Any]] = {}  # the symbols as torch's numbers
-        self._fixed: tuple[tuple[int, int], dict[Any, Any]] = ((0, 0), {})  # valid for this many guards of an environment
+        self._fixed: tuple[tuple[int, int], dict[Any, Any]] = ((0, 0), {})  # at this number of an environment's guards
 
     def index(self, x: Any) -> Index:
         """Convert an int or SymInt to an Index."""

@@ -221,8 +221,7 @@ def named(what: str, values: Any) -> dict[str, Any]:
 
 
 def weights(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The output gradient for a result. Not all ones, because some gradients would vanish (a softmax's sum is
-    constant)."""
+    """The output gradient for a result. Not all ones, as some gradients would vanish (a softmax's sum is constant)."""
     line = torch.linspace(-1, 1, t.numel(), dtype=torch.float64) if t.numel() != 1 else torch.ones(1)
     return line.to(dtype).to(t.device, t.dtype).reshape(t.shape)
 

@@ -96,7 +96,7 @@ class Twin:
             return functools.partial(self.value(x.func, name), *self.value(x.args, name),
                                      **self.value(x.keywords, name))
         twin = self.memo[id(x)] = copy.copy(x)
-        attributes = twin if isinstance(twin, dict) else twin.__dict__  # also those of a frozen dataclass
+        attributes = twin if isinstance(twin, dict) else twin.__dict__  # also works for a frozen dataclass
         for k, v in list(attributes.items()):
             attributes[k] = self.value(v, f"{name}{k}.")
         return twin

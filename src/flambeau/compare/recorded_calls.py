@@ -99,8 +99,7 @@ def longer(graph: fx.Graph, extra: Sequence[fx.Node]) -> fx.Graph:
 
 @contextmanager
 def observed(observe: Callable[[Compiled], None]) -> Iterator[None]:
-    """While active, call `observe` for every compiled graph. The disk cache is off, since graphs from it are not
-    compiled."""
+    """While active, call `observe` for every compiled graph. The disk cache is off: its graphs are not compiled."""
     pipeline.OBSERVERS.append(observe)
     try:
         with config.override(graph_cache=False):

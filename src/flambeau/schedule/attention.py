@@ -21,7 +21,7 @@ INTEGERS = (torch.int64, torch.int32)
 
 def shape_attention(n: Attention, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities,
                     typical: Mapping[Sym, int]) -> list[AttentionKernel]:
-    """The kernels that compute a node, in their order."""
+    """The kernels that compute a node, in order."""
     ones = {v: ZERO for v in (*n.batch, n.group) if v.size is ONE}
 
     def fix(e: Expr) -> Expr:

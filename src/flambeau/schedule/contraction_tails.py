@@ -64,7 +64,7 @@ def joined(a: Contract, b: Contract) -> Contract | None:
 
 # ---- reductions ------------------------------------------------------------------------------------------
 
-Place = tuple[Contract, tuple[Sym, ...], tuple[Index, ...]]  # of a value: whose points it has, and which, by its own
+Place = tuple[Contract, tuple[Sym, ...], tuple[Index, ...]]  # a value's contraction, variables, and point in it
 
 
 def reduce_by_tiles(graph: Graph) -> None:

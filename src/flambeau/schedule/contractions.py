@@ -71,11 +71,9 @@ def is_multiplied(n: Contract, caps: Capabilities) -> bool:
 
 def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
     """Split a contraction over parts of one summed variable, and add the parts in order. The variable with the most
-    parts is chosen; if it is contiguous in a factor, parts should be whole cache lines. Returns [n] if splitting does
-    not pay.
+    parts is chosen; if it is contiguous in a factor, parts should be whole cache lines. [n] if it does not pay.
 
-    Run-time sizes count as those that the graph was captured with; the length of a part follows from the actual
-    ones."""
+    Run-time sizes count as at capture; the length of a part follows from the actual sizes."""
     assert n.factors is not None
     if graph.policy.exact and not all(v.size.is_const for v in n.vars):
         return [n]  # otherwise rounding would depend on the sizes seen first
@@ -126,8 +124,7 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
 
 
 def ended(e: Expr, there: Expr) -> Expr:
-    """A factor masked to zero beyond the end, below the cast that widens it, because machines multiply the narrow
-    dtype."""
+    """A factor masked to zero beyond the end, below its widening cast, as machines multiply the narrow dtype."""
     if e.op == "cast":
         return Expr("cast", e.dtype, (ended(e.args[0], there),))
     return where(there, masked(e, there), const(0, e.dtype))

@@ -23,7 +23,7 @@ ALIGN = 256  # libraries choose kernels by the alignment of pointers, up to this
 
 @dataclass
 class ProgramDraft:
-    """A program while passes change it."""
+    """A program that passes are still changing."""
 
     kernels: list[AnyKernel]
     steps: list[Step]
@@ -78,15 +78,15 @@ def span(b: BufferPlan) -> Index:
 
 
 def plan_memory(p: ProgramDraft, most: int | None = None, apart: Callable[[str, str], bool] | None = None) -> None:
-    """Give arena buffers their offsets: largest first, at the lowest place free during their whole life. Those of more
-    bytes than `most` are allocated by themselves. `apart`: whether the lives of two are, if the list of steps does not
-    tell, as steps of several streams overlap."""
+    """Assign offsets to arena buffers: largest first, at the lowest place free during their whole life. Buffers of more
+    than `most` bytes are allocated separately. `apart`: whether the lifetimes of two buffers are disjoint, if steps of
+    several streams overlap, so that the list of steps does not tell."""
     lives = lifetimes(p)
     arena = [b for b in p.buffers.values() if b.place == "arena"]
     known = []
     for b in arena:
         size = nbytes(b)
-        # A tensor over the arena is made once: its sizes have to be known too, not only their product with a zero.
+        # Tensors over the arena are made once, so all their sizes must be known, and not just a zero product.
         fixed = all(x.is_const for x in (*b.shape, *b.strides))
         if size is None or not fixed or b.name not in lives or (most is not None and size > most):
             p.buffers[b.name] = replace(b, place="alloc")

@@ -91,7 +91,7 @@ class _Search:
 
     @staticmethod
     def worth(saved: float, length: int, starts: list[int]) -> float:
-        """The estimated benefit. Few instances count less, since single layers remain outside. Small gaps are extra
+        """The estimated benefit. Few instances count less, as single layers stay outside. Small gaps are extra
         calls."""
         gaps = [b - a - length for a, b in zip(starts, starts[1:])]
         count = len(starts)
@@ -149,7 +149,7 @@ class _Search:
             cheap = np.argsort(price, kind="stable")[:OFFSETS]
             cheap = np.sort(cheap[np.isfinite(price[cheap])])
             first, last = np.meshgrid(cheap, cheap, indexing="ij")
-            alone = 1.0 - float((steps == step).sum()) / len(chosen)  # others share a cut with their neighbour
+            alone = 1.0 - float((steps == step).sum()) / len(chosen)  # others share a cut
             total = price[first] + np.where(last - first == step, alone, 1.0) * price[last]
             work = self.weight[at[0]][last] - self.weight[at[0]][first]
             kept = (len(chosen) - 1) * work

@@ -62,7 +62,6 @@ def whole(name: str) -> str:
 
 
 def reason(text: str) -> str:
-    """The reason alone, from `0/1: k == 1      # y = x + k  # t.py:4 in f` and a stack below: no number, no
-    location."""
+    """The reason alone, from `0/1: k == 1      # y = x + k  # t.py:4 in f` and a stack below."""
     first = text.partition("\n")[0]
     return re.sub(r"^\d+/\d+: ", "", first).partition("  # ")[0].strip()

@@ -11,11 +11,10 @@ __all__ = ["accelerator", "backend_name", "register_device_module", "set_eval_fr
 
 backend_name = torch._C._get_privateuse1_backend_name  # `torch.utils` only has the function that sets it
 register_device_module = torch._register_device_module
-set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame  # which frames Dynamo looks at, without importing Dynamo
+set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame  # which frames Dynamo sees, without importing it
 
 
 def accelerator() -> torch.device | None:
-    """The device type that torch uses as its accelerator, present or not; the public function asks the device
-    itself."""
+    """The device type that torch uses as its accelerator, present or not; the public function asks the device."""
     found: torch.device | None = torch._C._accelerator_getAccelerator()
     return found

@@ -32,7 +32,7 @@ class Patch:
     changes: Callable[..., Iterable[Change]]
     lasting: bool = False
     versions: str = "2.11 to 2.15"
-    settle: Callable[..., None] | None = None  # after each change: whether it is made or undone, and what was given
+    settle: Callable[..., None] | None = None  # called after each change: whether made or undone, and the arguments
     _made: list[_Made] = field(default_factory=list, repr=False)
 
     def apply(self, *given: Any) -> None:

@@ -83,7 +83,7 @@ def _handlers(functions: Mapping[Any, Any], methods: Mapping[str, Any], leaving:
     for function, number in functions.items():
         if function in handlers:
             yield handlers, function, leaving(handlers[function], number)
-    table: dict[str, Any] = vars(TensorVariable).get("tp_methods", {})  # from 2.15 on; before, methods by their names
+    table: dict[str, Any] = vars(TensorVariable).get("tp_methods", {})  # from 2.15 on; before, methods
     for name, number in methods.items():
         if name in table:
             yield table, name, type(table[name])(leaving(table[name].handler, number))
@@ -176,7 +176,7 @@ def _optimizers(routed: Callable[..., Any], remembering: Callable[..., Any]) -> 
 
 
 def _skip_asides(on: bool, *_: Any) -> None:
-    """Frames that do nothing with tensors, about which Dynamo need not ask, at 20 us each."""
+    """Let Dynamo skip frames that do not use tensors, instead of asking about them, at 20 us each."""
     from .dynamo import skip_code, unskip_code
     from .optim import aside_codes
 
@@ -249,7 +249,7 @@ PATCHES = (FRAMES, CALLS, OPTIMIZERS, OBJECTS, BEFORE_START, DLPACK, SHARING, HA
 
 
 def undo_lasting() -> None:
-    """Torch as it was, for those who share a process with Flambeau and are done with it."""
+    """Undo all lasting changes, for programs that are done with Flambeau but go on using torch."""
     for patch in PATCHES:
         while patch.lasting and patch.is_applied:
             patch.undo()

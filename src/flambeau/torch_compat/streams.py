@@ -46,8 +46,7 @@ def object_at(place: int) -> Any:
 
 
 def caller_places() -> set[int]:
-    """The numbers of the caller's stream: the first one from 2.13 on; before, those whose source is the current
-    stream."""
+    """The numbers of the caller's stream: the first one from 2.13 on; before, those made from the current stream."""
     from torch._dynamo import graph_bytecode_inputs as table
     from torch._dynamo.source import CurrentStreamSource
 

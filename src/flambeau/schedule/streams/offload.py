@@ -65,8 +65,7 @@ def offloaded(p: Program, tuning: Tuning, rate: float, most: int | None, recorde
 
 
 def apart(buffers: dict[str, BufferPlan], sent: Sequence[Call]) -> dict[str, BufferPlan]:
-    """The buffers, with each sent one in memory of its own instead of the arena, so that it can be freed after the
-    copy."""
+    """The buffers, with each sent one in memory of its own instead of the arena, to be freed after the copy."""
     gone = {v.buffer for s in sent for v in values_in(s.args)}
     return {name: replace(b, place="alloc") if name in gone and b.place == "arena" else b
             for name, b in buffers.items()}

@@ -66,8 +66,7 @@ class Clocks:
         self.events: dict[int, Clock] = {}
 
     def step(self, k: int, stream: int) -> Moment:
-        """Add a step to a stream: it runs after everything on that stream, and after everything the host has waited
-        for."""
+        """Add a step to a stream: it runs after everything on that stream, and all that the host has waited for."""
         now = self.now[stream]
         join(now, self.host)
         now[stream] += 1
@@ -149,8 +148,7 @@ def is_reader(function: Any) -> bool:
 
 
 def roots(p: Program | ProgramDraft) -> dict[str, str]:
-    """For each buffer the one that owns its memory: itself, unless it overwrites another, or a call returned it as a
-    view."""
+    """For each buffer the one that owns its memory: itself, unless it overwrites another or is a call's view."""
     places = {b.name: b for b in (p.buffers.values() if isinstance(p, ProgramDraft) else p.buffers)}
     out = {name: name for name in places}
 

@@ -42,7 +42,7 @@ STREAMS = (2, 3, 4)  # the numbers of streams to try
 
 @dataclass(frozen=True)
 class Cost:
-    """Nanoseconds of a step by itself, and the part of the machine that it keeps busy then."""
+    """The time of a step by itself in nanoseconds, and the share of the machine that it keeps busy."""
 
     time: float
     share: float
@@ -50,7 +50,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a step runs, and from when to when, as the model has it."""
+    """The stream of a step, and its modelled start and end."""
 
     stream: int
     start: float
@@ -58,8 +58,7 @@ class Lane:
 
 
 def overlapped(p: Program, tuning: Tuning, fixed: float | None = None) -> Program | None:
-    """The program on several streams, or None. `fixed`: minimal nanoseconds per step, by default those of a host
-    launch."""
+    """The program on several streams, or None. `fixed`: least nanoseconds per step, by default of a host launch."""
     work = [s for s in p.steps if isinstance(s, WORK)]
     if not is_single(p) or len(work) < 3:
         return None
@@ -91,8 +90,7 @@ def results(p: Program) -> list[str]:
 
 
 def in_arena(p: Program) -> dict[str, BufferPlan]:
-    """The buffers, with all intermediates of known size in the arena, since allocators keep memory of streams
-    separate."""
+    """The buffers, with all intermediates of known size in the arena, as allocators keep memory of streams separate."""
     shared = {v.buffer for s in p.steps if isinstance(s, Call)
               and (s.aliases or any(w for n, w in accesses(s, p.kernels).items() if n not in s.names))
               for v in values_in((s.args, s.kwargs))}

@@ -187,8 +187,7 @@ class Uses:
         self.ends = [joined(now, clocks.host) for now in clocks.now]
 
     def before(self, a: str, b: str) -> bool:
-        """Whether every use of one buffer ends before any use of the other begins; a step that uses both prevents
-        it."""
+        """Whether every use of one buffer ends before any use of the other begins; no step may use both."""
         return all(m.after(other) and m.step != other.step
                    for m in self.first[b].values() for other in self.last[a].values())
 
@@ -196,8 +195,7 @@ class Uses:
         return self.before(a, b) or self.before(b, a)
 
     def within(self, name: str) -> bool:
-        """Whether stream 0 has begun the run before the buffer is used, and knows at its end that all uses are
-        complete."""
+        """Whether stream 0 has begun the run before the buffer is used, and knows all uses to be over at its end."""
         end = Moment(len(self.after), 0, self.ends[0])
         return name in self.first and all(m.after(self.start) for m in self.first[name].values()) and all(
             end.after(m) for m in self.last[name].values())
