@@ -54,7 +54,7 @@ class Call:
     bias: Callable[[Where], Expr] | None = None  # added to the score
     mask: Callable[[Where], Expr] | None = None  # which scores count
     keep: Callable[[Where], Expr] | None = None  # a factor for each probability
-    slope: Callable[[Expr, Expr, Where], Expr] | None = None  # a product's gradient, by the product and its score's gradient
+    slope: Callable[[Expr, Expr, Where], Expr] | None = None  # a product's gradient, by it and its score's gradient
     lists: Callable[[Index, Index], Lists] | None = None  # from batch and head: the blocks to compute
     captured: Sequence[Captured] = field(default=())
 

@@ -47,8 +47,7 @@ WIDE = EVERYWHERE | {"cpu": frozenset((torch.float16, torch.bfloat16))}
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about one operator. Each has a neutral default or is derived from the schema: most operators need
-    none."""
+    """The facts about one operator. Each has a neutral default or is derived from the schema; most need none."""
 
     # ---- how it is computed
     family: str = ""  # the file that contains its lowering
@@ -110,9 +109,9 @@ class Facts:
     fresh: bool = False  # and its results are not views of them
 
     # ---- on the device
-    composed: Callable[..., Any] | None = None  # of other operators; NotImplemented: the CPU computes this call
+    composed: Callable[..., Any] | None = None  # by other operators; NotImplemented: the CPU computes it
     parts: int = 0  # the most tensors in a list that one kernel takes; longer lists are composed
-    instead: Callable[..., Any] | None = None  # what the CPU computes where torch does otherwise on devices like ours
+    instead: Callable[..., Any] | None = None  # what the CPU computes, if torch differs on devices like ours
     instead_of_sparse: Callable[..., Any] | None = None  # the same for sparse tensors
     on_cpu: bool = False  # torch composes it for the devices that it knows, so the CPU computes it here
     keeps_shape: bool = False  # outputs keep their shape, unless the number of elements differs
@@ -259,7 +258,6 @@ def _in_place(name: str) -> tuple[str, ...]:
 
 
 def is_exact(op: OpOverload, device: str, dtypes: Collection[torch.dtype] = ()) -> bool:
-    """Whether the lowering gives the bits of eager's kernel on this device for these dtypes, apart from its
-    functions."""
+    """Whether the lowering gives the bits of eager's kernel on this device for these dtypes, functions aside."""
     called = facts(op).exact.get(device)
     return called is not None and called.isdisjoint(dtypes)

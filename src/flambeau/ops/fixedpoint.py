@@ -18,8 +18,7 @@ MOST_BITS = 22
 
 
 def resize_bytes(x: Value, columns: dict[int, Column]) -> Any:
-    """Resize along the given dimensions, the last one first. Without weight tables (unknown sizes) ATen has to do
-    it."""
+    """Resize along the given dimensions, the last one first. Without weight tables (unknown sizes) ATen does it."""
     if any(c.count is None for c in columns.values()):
         return NotImplemented
     for dim in sorted(columns, reverse=True):

@@ -129,8 +129,7 @@ def flex_attention_backward(
         query: Value, key: Value, value: Value, out: Value, logs: Value, grad: Value | None, of_logs: Value | None,
         score_mod: Formula, joint: Formula, block_mask: Sequence[Any], scale: Any, options: Any,
         score_others: Sequence[Any] = (), mask_others: Sequence[Any] = ()) -> Any:
-    """The gradients of queries, keys, values, and of each tensor that scores are computed from (None for the
-    others)."""
+    """The gradients of queries, keys, values, and of each tensor that scores are computed from (None for others)."""
     if not is_plain(query, key, value) or not isinstance(scale, (int, float)):
         return NotImplemented
     with_scatters()
@@ -153,8 +152,8 @@ def flex_attention_backward(
 
 def with_slope(c: Call, joint: Formula, others: Sequence[Any]) -> tuple[Call, list[int]]:
     """The call with its score's gradient, and the position in `others` of each tensor whose gradient is captured.
-    `joint` takes the product, its place, the score's gradient and the tensors, and returns the gradients of all except
-    the place."""
+    `joint` takes the product, its place, the score's gradient and the tensors; it returns gradients for all but the
+    place."""
     dtype = c.wide
 
     @cache
@@ -190,8 +189,7 @@ def with_slope(c: Call, joint: Formula, others: Sequence[Any]) -> tuple[Call, li
 
 @cache
 def with_scatters() -> None:
-    """Register the operator with which torch writes gradients of indexed tensors; it only exists once torch traced
-    one."""
+    """Register the operator with which torch writes gradients of indexed tensors; it exists once torch traced one."""
     lower(torch.ops.flex_lib.zeros_and_scatter.default)(zeros_and_scatter)
 
 

@@ -60,8 +60,7 @@ def nll_loss(x: Value, target: Value, weight: Value | None, reduction: int, igno
 @lower(aten.nll_loss_backward, aten.nll_loss2d_backward, fuses=True, is_map=True)
 def nll_loss_backward(grad: Value, x: Value, target: Value, weight: Value | None, reduction: int,
                       ignore_index: int | Index, total_weight: Value) -> Value:
-    """Each element checks whether its class is the target: this makes it a map, whereas writing to targets is a
-    scatter."""
+    """Each element checks whether its class is the target: so it is a map, while writing to targets is a scatter."""
     wide = opmath(x.dtype)
     axis = _class_axis(x)
 

@@ -252,8 +252,8 @@ def batch_norm_no_update(x: Value, weight: Value | None, bias: Value | None, run
 
 def _without_running(find: Callable[..., Any], grad: Any, x: Any, weight: Any, mean: Any, variance: Any, *rest: Any
                      ) -> tuple[Any, ...]:
-    """The gradient of a batch norm in training has no use for running statistics. They would be kept for it as they are
-    after the forward, in memory of their own. Without weights, their dtype says in which one it computes."""
+    """Drop running statistics from a training gradient, which does not read them. They would be saved as they are after
+    the forward, in memory of their own. Without weights they are kept, as they decide the compute dtype."""
     unread = rest[-3] is True and weight is not None
     return (grad, x, weight, *((None, None) if unread else (mean, variance)), *rest)
 
@@ -308,7 +308,7 @@ def _batch_norm_of_cpu(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: 
 
 
 describe(aten.native_batch_norm.default, instead=_batch_norm_of_cpu)
-for _op in (aten.native_group_norm.default, aten.native_layer_norm.default):  # not put together out of several
+for _op in (aten.native_group_norm.default, aten.native_layer_norm.default):  # not composed of several
     describe(_op, instead=_op)
 
 
