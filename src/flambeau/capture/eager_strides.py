@@ -313,7 +313,7 @@ def moved(new: Any, val: Any) -> bool:
 
 
 def traced(n: fx.Node) -> Any:
-    """What torch's rule returns for the node's present arguments."""
+    """The result of torch's rule for the node's present arguments."""
     val = n.meta["val"]
     mode = next((t.fake_mode for t in flat(val) if isinstance(t, FakeTensor)), None)
     if mode is None:

@@ -89,7 +89,7 @@ class GraphCache:
         if wanted and target is not None:
             try:
                 self.key = graph_key(gm, inputs, settings, target)
-            except Exception as reason:  # Uncacheable, or an input of a kind that nobody thought of
+            except Exception as reason:  # Uncacheable, or an unforeseen kind of input
                 self.refuse(reason)
 
     # ---- look up ---------------------------------------------------------------------------------------

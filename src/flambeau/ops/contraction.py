@@ -157,7 +157,7 @@ def grouped_mm(a: Value, b: Value, offs: Value | None = None, bias: Value | None
     dtype = out_dtype or a.dtype
     if offs is None or bias is not None or not build.contracts() or a.dtype is not b.dtype or dtype is not a.dtype:
         return NotImplemented
-    if not offs.shape[0].is_const or any(n is as_index(1) for v in (a, b) for n in v.shape):  # sizes of one have no variable
+    if not offs.shape[0].is_const or any(n is as_index(1) for v in (a, b) for n in v.shape):  # they have no variable
         return NotImplemented
     parts, wide = Sym("part", offs.shape[0]), accumulator(a.dtype)
 

@@ -152,8 +152,8 @@ def flex_attention_backward(
 
 def with_slope(c: Call, joint: Formula, others: Sequence[Any]) -> tuple[Call, list[int]]:
     """The call with its score's gradient, and the position in `others` of each tensor whose gradient is captured.
-    `joint` takes the product, its place, the score's gradient and the tensors; it returns gradients for all but the
-    place."""
+    `joint` takes the product, its place, the score's gradient and the tensors; it returns the gradients of the
+    others."""
     dtype = c.wide
 
     @cache

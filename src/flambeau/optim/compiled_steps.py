@@ -66,8 +66,8 @@ def install(backend: Callable[..., Any]) -> Routes | None:
 
 
 class Routes:
-    """Replaces torch's functions over lists of tensors while this backend traces and while somebody uses the
-    replacement; permanently, once a frame compiled by this backend has called one."""
+    """Replaces torch's functions over lists of tensors while this backend traces and while anyone uses the replacement;
+    permanently, once a frame compiled by this backend has called one."""
 
     def __init__(self, ours: Callable[..., Any]) -> None:
         self.ours, self.wanted = ours, functools.partial(options_for, ours)
@@ -176,7 +176,7 @@ def options_for(ours: Callable[..., Any], tensors: Any) -> dict[str, Any] | None
     """The options for a list function called now with these tensors; None if torch's function should run."""
     callback = get_eval_frame_callback()
     given: dict[str, Any] | None = ours(callback) if callable(callback) else None
-    # Steps that nobody asked to compile are near eager, but need not equal its bits (see ir/numerics.py).
+    # Steps that were not asked to be compiled are near eager, but need not equal its bits (see ir/numerics.py).
     return {"numerics": "near"} if given is None and is_accelerated(tensors) else given
 
 

@@ -62,7 +62,7 @@ class Class:
 
 @dataclass
 class PreparedRows:
-    """What is derived from the dtypes, sizes and layouts of a call's tensors, valid while those stay the same."""
+    """The facts derived from the dtypes, sizes and layouts of a call's tensors, valid while those stay the same."""
 
     lengths: list[int]
     classes: list[Class]

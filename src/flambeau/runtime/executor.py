@@ -45,13 +45,13 @@ from .operator_calls import TENSOR, Prepared, Strided, by_schema, is_constant, o
 from .result_checks import Promises
 from .traffic import moved
 
-LARGE = 16 << 20  # bytes: a target is told of new allocations of at least this size
+LARGE = 16 << 20  # bytes: a target is notified of new allocations of at least this size
 HEAVY = 1 << 20  # bytes: split a plan to free such a buffer before the next such allocation
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known once for many similar calls, and not passed with each call."""
+    """The facts that are known once for many similar calls, and not passed with each call."""
 
     names: frozenset[str]  # names of the numbers that are known
     arguments: int  # how many leading arguments each call passes

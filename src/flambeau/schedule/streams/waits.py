@@ -214,8 +214,8 @@ def owner_of(root: str, uses: Uses, inputs: Iterable[str]) -> int:
 
 def release(p: ProgramDraft, graph: Graph) -> None:
     """Decide when memory returns to the allocator, which gives it to the stream that allocated it: once that stream is
-    behind all uses. If it never is, the allocator is told which streams use it. The caller's arguments live as long as
-    the call, as in eager."""
+    behind all uses. If it never is, the allocator is notified which streams use it. The caller's arguments live as long
+    as the call, as in eager."""
     uses, lives = Uses(p, graph.leaving), lifetimes(p)
     names: dict[str, list[str]] = {}
     for name, r in uses.root.items():
