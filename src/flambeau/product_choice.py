@@ -77,7 +77,7 @@ def is_ours(n: fx.Node) -> bool:
 
 
 def regions(gm: fx.GraphModule) -> list[Region]:
-    """Each product with the operators that follow it, except those that wait for another call on the product."""
+    """Each product with the operators after it, except those that also depend on it through a call that is not ours."""
     number: dict[fx.Node, int] = {}  # of each call that is not a kernel of ours
     near: dict[fx.Node, int] = {}  # bits: the calls whose results reach a node through our kernels only
     far: dict[fx.Node, int] = {}  # bits: the calls whose results reach it through another call too
@@ -139,8 +139,7 @@ def refusal(n: fx.Node, region: Region, caps: Capabilities) -> str | None:
     nanoseconds = max(size * depth * val.itemsize / t.product_rate, size * val.itemsize / t.memory_rate)
     parts = facts(n.target).ends is not None
     if not parts and not any(n in u.all_input_nodes for u in region.nodes if not is_view(u.target)):
-        # Small products differ in launch overhead. A library is as fast as any kernel on large ones, except for ragged
-        # ones.
+        # Small products differ in launch overhead. A library is as fast as any kernel on large ones, unless ragged.
         return None if nanoseconds < t.launch else "no kernel of ours follows, and its sums take longer than a launch"
     if not parts and 2 * size * val.itemsize / t.memory_rate + t.launch < WORTH * nanoseconds:
         return "its sums take fifty times as long as what follows"

@@ -300,8 +300,7 @@ class Lowering:
         if not isinstance(x, fx.Node):
             return args
         schema = n.target._schema.arguments  # type: ignore[union-attr]
-        # With explicit strides it may read beyond the elements of its argument, even if it does not pass a storage
-        # offset.
+        # With explicit strides it may read beyond its argument's elements, even if it passes no storage offset.
         beyond = any(a.name == "storage_offset" for a in schema)
         return (self.storage.from_start(x) if beyond else self.storage.strided(x), *args[1:])
 
@@ -495,8 +494,7 @@ class Lowering:
         vals = list(val) if several else [val]
         save = n.target is random_replay.RUN_AND_SAVE
         state = [u.meta["val"] for u in n.users if save and u.args[1] == 0]
-        # The size of the state is a symbol of its own, which only appears in the node that extracts the state from the
-        # tuple.
+        # The size of the state is a symbol of its own, which only appears in the node that extracts the state.
         device = vals[0].device
         before = state[:1] or ([random_state(device)] if save else [])
         op = str(n.args[0 if save else 1])

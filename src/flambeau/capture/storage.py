@@ -2,9 +2,8 @@
 
 Lowerings are lazy: a repeat, a flip or a copy is just another index into an existing buffer, and costs nothing for
 operators that read its elements. Some operators look at memory instead: `as_strided`, a view as another dtype, or a
-caller that gets two results of which one is a view of the other. For these, `Storage.of` returns a value whose buffer
-is laid out as eager's memory, with a copy where the lazy value is not. The captured graph tells which nodes share
-memory.
+caller that gets a result and a view of it. For these, `Storage.of` returns a value whose buffer is laid out as eager's
+memory, with a copy where the lazy value is not. The captured graph says which nodes share memory.
 """
 
 from __future__ import annotations
@@ -124,8 +123,7 @@ class Storage:
         lazy = self.lowering.env[n]
         called = isinstance(lazy, Value) and lazy.buffer in self.borrowed
         if isinstance(lazy, Value) and lazy.numel is ZERO and lazy.dtype is above.dtype and not called:
-            # It has no elements, so no index is ever used, whatever the lowering made of it. ATen's view could raise an
-            # error.
+            # It has no elements, so no index is ever used, whatever the lowering made of it. ATen's view could fail.
             return Value(above.buffer, lazy.shape, lazy.dtype, (ZERO,) * len(self.g.buffers[above.buffer].shape))
         if (n, above) not in self._views:
             self._views[n, above] = self.view(n, up, above)

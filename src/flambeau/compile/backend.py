@@ -142,8 +142,7 @@ def compile_dynamo_graph(
     target = target_of(common_device(example_inputs), settings["target"])
     if target is not None and not wants_bits(settings["numerics"]) and ORDERS not in gm.meta:
         gm = channels_last(gm, target)
-    # The memory limit (`offload`) and the choice of parallel steps (`streams`) concern the whole graph, so no pieces
-    # then.
+    # The memory limit (`offload`) and the choice of parallel steps (`streams`) concern the whole graph, not pieces.
     whole = ORDERS in gm.meta or isinstance(settings["offload"], str) or settings["streams"] == "auto"
     if settings.pop("regions") and not whole:
         found = cut(gm, example_inputs)

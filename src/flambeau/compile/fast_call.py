@@ -170,6 +170,6 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
             ctx.maybe_clear_saved_tensors()
             return tuple(compiled(args))
 
-    # Dynamo must skip this frame when a compiled function calls backward(): it would otherwise trace it.
+    # Keep Dynamo out of this frame if a compiled function calls backward(), as none of our frames is below it.
     skip_code(CompiledFunction.backward.__code__)
     return CompiledFunction

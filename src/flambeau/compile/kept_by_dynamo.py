@@ -1,8 +1,7 @@
 """Keeps Dynamo from decomposing some operators if results must equal eager's bit for bit.
 
 Dynamo rewrites `torch.addcdiv` with a number as a quotient, a product and a sum, and `torch._foreach_lerp_` as a
-difference and a sum, so that the number may be a tensor. The decomposition rounds at steps where eager's kernel does
-not.
+difference and a sum, so that the number may be a tensor. The decomposition rounds where eager's kernel does not.
 """
 
 from __future__ import annotations

@@ -111,14 +111,12 @@ class PaddedProduct:
 
 
 def product_of(n: fx.Node, tuning: Tuning) -> PaddedProduct | None:
-    """The padded form of a product; None if rows are aligned already, their sizes are symbolic, or alignment is
-    irrelevant."""
+    """The padded form of a product; None if rows are aligned or of symbolic size, or alignment is irrelevant."""
     place: int = facts(n.target).factors  # type: ignore[assignment]
     a, b = (x.meta["val"] for x in n.args[place:place + 2])  # type: ignore[union-attr]
     if not multiplies_fast(a.dtype) or {a.dtype, b.dtype} != {n.meta["val"].dtype}:
         return None
-    # The contiguous dimension is the columns for the result. For a factor it is the depth or the factor's own
-    # dimension.
+    # The contiguous dimension is the columns for the result. For a factor it is the depth or its own one.
     crossed = lies_transposed(a), lies_transposed(b)
     lines = crossed[0], not crossed[0] or crossed[1], True
     sizes = a.shape[-2], a.shape[-1], b.shape[-1]

@@ -60,8 +60,7 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, exact: bo
 
 
 def skip_detached(graph: fx.Graph) -> None:
-    """Remove `detach`: gradients are already traced, and the cut would save a detached value even if it can be
-    recomputed."""
+    """Remove `detach`: gradients are traced already, and the cut would save detached values instead of recomputing."""
     *_, output = graph.nodes
     for n in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         if output not in n.users:
@@ -70,8 +69,7 @@ def skip_detached(graph: fx.Graph) -> None:
 
 
 def fused() -> tuple[list[OpOverload], list[OpOverload]]:
-    """Two lists for torch's cut: operators whose kernels fuse the pointwise maps before them, and the maps
-    themselves."""
+    """Two lists for torch's cut: operators whose kernels fuse the maps before them, and the maps themselves."""
     return [op for op in LOWERINGS if facts(op).fuses], [op for op in LOWERINGS if facts(op).is_map]
 
 

@@ -218,9 +218,7 @@ def telling(run: Callable[..., Any], keeps: Sequence[tuple[bool, int, int]]) -> 
 
 
 def fenced(run: Callable[..., Any], use: StreamUse) -> Callable[..., Any]:
-    """Run everything on the caller's stream: after all work that the other streams have so far, and before their later
-    work.
-    """
+    """Run everything on the caller's stream: after the other streams' work so far, and before their later work."""
     orders = use.all_orders()
     waited, happens = ({o[1] for o in orders if o[0] in names and o[1] >= 0}
                        for names in (("wait_event", "synchronize_event"), ("record_event",)))

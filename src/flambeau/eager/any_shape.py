@@ -118,8 +118,7 @@ def as_loops(op: OpOverload, args: Arguments, any_layout: bool) -> Loops | None:
         return None
     tensors = [x for x in args if isinstance(x, TensorLike)]
     shaped = [x for x in tensors if x.shape] or tensors
-    # A tensor without dimensions hardly affects type promotion beside others, but alone it counts as much as a CPU
-    # scalar.
+    # A tensor without dimensions hardly affects type promotion beside others, but alone it counts like a CPU scalar.
     if any(0 in x.shape for x in tensors) or not shaped or not shaped[0].shape and any(
             isinstance(x, Number) for x in args):
         return None
@@ -296,8 +295,7 @@ class ClassProgram:
             return False
         if 1 not in shapes.values or shapes.loops is not None or form.written:
             return True
-        # Eager has special rules for dimensions of one element: where their strides come from, and whether they are
-        # dropped.
+        # Eager has special rules for dimensions of one element: where their strides come from, and whether they stay.
         return list(self.results(*shapes.values)) == layouts(graph_of(form, shapes.args))
 
     def served(self, shapes: Shapes) -> tuple[Run, tuple[Range, ...]]:

@@ -40,8 +40,7 @@ ON_CUDA = {"cuda": frozenset[torch.dtype]()}
 # most once, or several times in a plain order.
 EVERYWHERE = ON_CUDA | {"cpu": frozenset[torch.dtype]()}
 # On a CPU, eager computes small floats in float32 throughout in its vector loop, but rounds after each step in the
-# remainder loop. So formulas of several steps are only exact for float32 and float64; and so is the sign of zero
-# bounds.
+# remainder loop. So formulas of several steps are only exact for float32 and float64, as is the sign of zero bounds.
 WIDE = EVERYWHERE | {"cpu": frozenset((torch.float16, torch.bfloat16))}
 
 

@@ -70,8 +70,8 @@ def _affine(dtype: DType) -> Combine:
 
 @lower(torch.ops.flambeau.cumprod_backward)
 def cumprod_backward(grad: Value, x: Value, dim: int, out: Value) -> Value:
-    """The sum over k >= i of grad[k] * (product of x[j] for j <= k except i) is out[i - 1] * t[i], with t[i] = grad[i]
-    + x[i + 1] * t[i + 1]."""
+    """The sum over k >= i of grad[k] * (product of x[j] for j <= k except i) is out[i - 1] * t[i], with
+    t[i] = grad[i] + x[i + 1] * t[i + 1]."""
     if not x.rank:
         return grad
     axis, wide = wrap_dim(dim, x.rank), running(grad.dtype)
@@ -169,8 +169,7 @@ def _log_sum(dtype: DType) -> Combine:
     """(m, s) stands for m + log(s), with m the largest element, so that the logarithm is computed after the scan."""
 
     def smaller(difference: Expr, same: Expr) -> Expr:
-        # exp is computed as a power of 2, a single instruction. Equal infinities are separate, as their difference is
-        # NaN.
+        # exp is computed as a power of 2, a single instruction. Equal infinities are excepted: their difference is NaN.
         return where(same, 1, exp2(difference * math.log2(math.e)))
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:

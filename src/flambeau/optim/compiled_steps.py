@@ -144,8 +144,7 @@ def passing(ours_always: frozenset[str], ours_exact: frozenset[str], ours: Calla
               TRACED_STREAMS.applied(is_ours)):
             return convert(self, frame, *rest)
 
-    # Dynamo walks up the stack for the caller of a frame (`torch.compiler.disable(recursive=False)`), past its own
-    # file.
+    # Dynamo walks up the stack for a frame's caller (`torch.compiler.disable(recursive=False)`), past its own file.
     __call__.__code__ = __call__.__code__.replace(co_filename=convert.__code__.co_filename)
     return __call__
 

@@ -1,7 +1,6 @@
 """Optimizer steps in eager mode on an accelerated device: the kernels of compiled steps, with eager's rounding.
 
-Nothing is imported for it before the first step of any optimizer. From that step on, gradient clipping uses our kernels
-too.
+Nothing is imported for it before the first step of any optimizer. From then on, gradient clipping uses our kernels too.
 """
 
 from __future__ import annotations

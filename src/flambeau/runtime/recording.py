@@ -242,8 +242,7 @@ class Recorded:
         self.lock = threading.RLock()
         self.number = next(_numbers)
         # The graphs of one function share memory, and do not depend on whether results of other functions are held.
-        # Forwards and backwards are separate, because gradients accumulate over several backwards while forwards run in
-        # between.
+        # Forwards and backwards are separate, as gradients accumulate over several backwards, with forwards in between.
         self.group: Hashable = ("graph", self.number) if function is None else (function, what.backward)
         RECORDED.add(self)
         if not self.off:

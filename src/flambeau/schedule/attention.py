@@ -37,8 +37,7 @@ def shape_attention(n: Attention, buffers: dict[str, Buffer], stored: set[str], 
         body = replace(node, gradient=asked_of(node, stores))
         accesses = [*((e.attr[0], e.attr[1][0], False) for e in loads(*body.exprs())), *((*s, True) for s in stores)]
         params = params_of(accesses, buffers)
-        # Buffers that are accumulated into start as zero, and so do those that points write to only where the mask
-        # holds.
+        # Buffers that are accumulated into start as zero, and so do those that are only written where the mask holds.
         cleared = tuple(start_of(name, buffers[name]) for name, _ in stores if name in n.names[3:])
         sizes = sizes_of(body, [a for _, a in stores] + [v.size for c in cleared for v in c[1]], below + since)
         return AttentionKernel(role, body, below, since, rest, stores, cleared, params, sizes,

@@ -14,8 +14,7 @@ from types import CodeType, ModuleType
 import torch
 
 READS = "reads"  # a step that computes with numbers read from its states
-# Module, name, and kind ("": only calls others). A step updates the tensors of its lists row by row, and returns
-# nothing.
+# Module, name, and kind ("": only calls others). A step updates the tensors in its lists row by row, returning nothing.
 FUNCTIONS = (
     *((f"torch.optim.{name}", name, "step") for name in
       ("adam", "sgd", "rmsprop", "adagrad", "adadelta", "adamax", "radam")),

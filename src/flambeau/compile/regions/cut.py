@@ -150,8 +150,7 @@ class _Body:
                 forbidden[i + 1] += 1
                 forbidden[readers[-1] + 1] -= 1
             elif readers and readers[-1] > i:
-                # Price each stretch between readers by the readers that remain behind a cut there: fewer can share a
-                # kernel.
+                # Price each stretch between readers by the readers behind a cut there: ever fewer share a kernel.
                 size, start = size_in_bytes(value(n)), i
                 for k, r in enumerate(readers):
                     if r > start:

@@ -1,8 +1,7 @@
 """Chooses one stream or several: the first call times both on copies of its arguments, and the choice is kept on disk.
 
 Both programs have the same kernels and give the same bits, so a timing may choose between them. If CUDA graphs are
-requested, recordings are timed. If the target cannot time its device, the host's clock is used, and waits for the
-device.
+requested, recordings are timed. If the target cannot time its device, the host's clock is used, which waits.
 """
 
 from __future__ import annotations
