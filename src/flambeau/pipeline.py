@@ -186,8 +186,7 @@ def region_run(options: Options, gm: fx.GraphModule, own: frozenset[str]) -> Run
 
 def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own: frozenset[str] | None = None
              ) -> Compiled:
-    """Run all phases of compilation. `own`: the products that our kernels compute, if decided; then no observers.
-    """
+    """Run all phases of compilation. `own`: the products that our kernels compute, if decided; then no observers."""
     t0 = time.perf_counter()
     device, target, captured = lowered(gm, options, exclude, own=own)
     t1 = time.perf_counter()

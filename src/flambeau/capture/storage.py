@@ -3,7 +3,7 @@
 Lowerings are lazy: a repeat, a flip or a copy is just another index into an existing buffer, and costs nothing for
 operators that read its elements. Some operators look at memory instead: `as_strided`, a view as another dtype, or a
 caller that gets a result and a view of it. For these, `Storage.of` returns a value whose buffer is laid out as eager's
-memory, with a copy where the lazy value is not. The captured graph says which nodes share memory.
+memory, with a copy where the lazy value is not. The captured graph tells who shares memory.
 """
 
 from __future__ import annotations

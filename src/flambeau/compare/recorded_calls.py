@@ -62,8 +62,7 @@ class Call:
         given = self.results()
         extra = [n for n in dict.fromkeys(nodes) if n not in given]
         gm = self.compiled.gm if not extra else fx.GraphModule(self.compiled.gm, longer(self.graph, extra))
-        # Not compile_graph, which runs graphs with ATen if they do not compile: those would be equal, and prove
-        # nothing.
+        # Not compile_graph, which runs graphs with ATen if they do not compile: those would be equal and tell nothing.
         run = pipeline.boxed(pipeline.compiled(gm, self.compiled.options, self.compiled.exclude))
         with torch.no_grad(), random_state(self.random):
             outputs = run(self.fresh())

@@ -36,8 +36,7 @@ def load_native(name: str, what: str, text: str | None = None, load: Callable[[P
     """Compile a text (by default the file `name`) and load it: as a Python module, or with `load`. Raises CompileError
     if there is no compiler.
 
-    `what` names it for users, who are told about long builds. A process loads it just once, whether or not it compiled
-    it.
+    `what` names it for users, who are told about long builds. A process loads it once, whether or not it compiled it.
     """
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
     home = Path(torch.__file__).parent

@@ -2,8 +2,7 @@
 
 When called from Python, torch parses every argument of every call, which costs the host more time than the operator
 itself needs to reach its kernel; views of arguments are separate calls. A `Prepared` call takes only its tensors
-(calls.cpp). Until that extension is compiled in the background, or if it cannot be, torch's Python functions do the
-same.
+(calls.cpp). Until that extension is compiled in the background, or if it cannot be, torch's Python functions are used.
 """
 
 from __future__ import annotations

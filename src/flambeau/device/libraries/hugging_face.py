@@ -2,8 +2,8 @@
 
 `Accelerator()` and `TrainingArguments` use the device named by ACCELERATE_TORCH_DEVICE. Unless it is set already, it is
 set to ours when the device is enabled, or when accelerate is imported and the device is available. For
-`device_map="auto"`, `get_max_memory` lists the devices and their memory. It cannot be extended, so we complete its
-result.
+`device_map="auto"`, `get_max_memory` lists the devices and their memory. It is not extensible, so its result is
+completed.
 """
 
 from __future__ import annotations
