@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from rich.table import Column, Table
 
 from flambeau import Error, __version__
 from flambeau.config import SETTINGS, Setting, config
-from flambeau.errors import did_you_mean
 
 PYTHON = ((3, 11), (3, 14))  # the first that is supported, and the first that is not
 TORCH = (2, 11)
 COMPILE_TIMEOUT_S = 60
+PREFIX = "FLAMBEAU_"
 ASIDE = {"FLAMBEAU_COMMIT", "FLAMBEAU_SAMPLE", "FLAMBEAU_TEST_ROUNDS", "FLAMBEAU_TEST_SEED"}  # of tests and benchmarks
 COLOURS = {"ok": "green", "slow": "yellow", "missing": "bold red", "invalid": "bold red", "broken": "bold red"}
 # The x86 extensions that decide how wide a vectorised loop is, and the ARM ones, with the names in /proc/cpuinfo.
@@ -237,11 +238,14 @@ def _cache(name: str) -> Finding:
 def _settings(name: str) -> Finding:
     for setting in SETTINGS:
         config.read(setting)  # raises if the value is invalid
-    known = {setting.env for setting in SETTINGS}
-    unknown = sorted(v for v in config.environ if v.startswith("FLAMBEAU_") and v not in known | ASIDE)
+    known = sorted(s.env.removeprefix(PREFIX) for s in SETTINGS)  # the prefix would make all names alike
+    unknown = sorted(v for v in config.environ if v.startswith(PREFIX) and v not in {PREFIX + k for k in known} | ASIDE)
     if unknown:
-        return Finding(name, f"unknown: {', '.join(unknown)}",
-                       did_you_mean(unknown[0], sorted(known)), "invalid")
+        near = {v: get_close_matches(v.removeprefix(PREFIX), known, n=1) for v in unknown}
+        remedy = [f"{v}: did you mean {PREFIX}{found[0]}?" if found else f"{v} is no setting"
+                  for v, found in near.items()]
+        listed = "" if all(near.values()) else " (flambeau doctor --settings lists all)"
+        return Finding(name, f"unknown: {', '.join(unknown)}", "; ".join(remedy) + listed, "invalid")
     return Finding(name, "valid")
 
 
