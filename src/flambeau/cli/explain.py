@@ -117,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_program(console: Console, args: argparse.Namespace) -> int:
     from flambeau.debug.script import run_script
+    from flambeau.debug.trace import REPORT, TRACE
     from flambeau.report import session
 
     seen, status = run_script(Path(args.function), args.rest, args.trace)
@@ -132,7 +133,10 @@ def run_program(console: Console, args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(session.plain(overview), indent=1) + "\n")
     if args.trace:
-        console.print(f"Written: {args.trace / 'report.html'}")
+        files = [file for file in (args.trace / REPORT, args.trace / TRACE) if file.exists()]
+        console.print(f"Written: {' and '.join(map(str, files))}", soft_wrap=True)
+        if len(files) < 2:
+            console.print("There is no trace: after all graphs had run twice, the first one was not called again.")
     return status
 
 

@@ -22,7 +22,7 @@ from flambeau.runtime.watchers import Part
 
 from .profile import Profile, Ranges, read
 from .session import Session
-from .trace import TRACE, activities, made_folder, settle, write_report
+from .trace import TRACE, activities, add_plans, made_folder, settle, write_report
 
 STEPS = 3
 
@@ -88,9 +88,11 @@ def run_script(script: Path, arguments: Sequence[str], folder: Path | None = Non
     if out is not None:
         window.stop()
         found = Profile(session.clocks.read())
+        (out / TRACE).unlink(missing_ok=True)  # of an earlier run
         if window.profiler is not None:
             window.profiler.export_chrome_trace(str(out / TRACE))
             found = read(out / TRACE, ranges, window.wall)
+            add_plans(out, session)
         write_report(out, session, found)
     return session, status
 

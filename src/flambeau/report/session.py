@@ -275,7 +275,8 @@ def show_kernels(console: Console, graph: GraphReport, level: int) -> None:
             continue
         loops = ", ".join(f"{name} {found}" for name, found in
                           (("outer", r.outer), ("inner", r.inner), ("vector", r.vector)) if found)
-        console.print(f"  [cyan]{r.name}[/] {escape(r.title)} {times(r)}: {escape(named(r.operators))}", soft_wrap=True)
+        called = " ".join(filter(None, (r.title, times(r))))
+        console.print(f"  [cyan]{r.name}[/] {escape(called)}: {escape(named(r.operators))}", soft_wrap=True)
         if loops:
             console.print(f"     loops {escape(loops)}; reads {' '.join(r.reads)}; writes {' '.join(r.writes)}",
                           soft_wrap=True)
