@@ -169,7 +169,7 @@ def show(console: Console, number: int, s: Summary, limit: int | None, text: boo
     console.print("[bold]Runs as[/]")
     console.print(steps_table(s, limit))
     externs = [f"{n} x {operator}" for operator, n in s.externs.items()]
-    section(console, "Without a lowering: calls of ATen", externs, limit)
+    section(console, "Not compiled: calls of ATen", externs, limit)
     section(console, "Products", [escape(why) for why in s.choices], limit)
     section(console, "Computed once, not stored in memory",
             [f"a value of {operator}: {escape(why)}" for operator, why in s.local.items()], limit)

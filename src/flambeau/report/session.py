@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +121,21 @@ def overview_of(session: Session, times: Sequence[ProgramTime] | None = None) ->
 def place(function: str, file: str, line: int) -> str:
     if Path(file).name == "external_utils.py":  # torch's own wrapper around a module that is compiled as a whole
         return "the compiled module"
-    return f"{function}, {Path(file).name}:{line}"
+    whole = next((name for first, last, name in methods(file)
+                  if first <= line <= last and name.endswith(f".{function}")), function)
+    return f"{whole}, {Path(file).name}:{line}"
+
+
+@cache
+def methods(file: str) -> list[tuple[int, int, str]]:
+    """The methods in a file: first and last line, and the name with that of the class. Dynamo only tells `forward`."""
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [(min(part.lineno for part in (f, *f.decorator_list)), f.end_lineno or f.lineno, f"{c.name}.{f.name}")
+            for c in ast.walk(tree) if isinstance(c, ast.ClassDef)
+            for f in c.body if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
 def graph_of(number: int, t: ProgramTime, made: Compiled | None, functions: Mapping[str, Compilation],
@@ -184,7 +200,7 @@ def show(console: Console, o: Overview, level: int, what: str = "") -> None:
 def lines(o: Overview, limit: int | None) -> Iterator[tuple[str, str]]:
     """The lines of the overview: heading and text."""
     calls = sum(g.calls for g in o.graphs)
-    yield "graphs", f"{o.compiled} compiled, {o.found} {FOUND}; {len(o.graphs)} ran, {calls:,} calls"
+    yield "graphs", f"{o.compiled} compiled, {o.found} {FOUND}; {len(o.graphs)} ran, {calls:,} call{'s' * (calls != 1)}"
     for name, found in (("breaks", o.breaks), ("recompiled", o.recompiled)):
         listed = [f"{why}" + (f" ({n} times)" if n > 1 else "") for why, n in found.most_common(limit)]
         more = [f"... {len(found) - limit} more (FLAMBEAU_DEBUG=2)"] if limit and len(found) > limit else []
@@ -194,7 +210,8 @@ def lines(o: Overview, limit: int | None) -> Iterator[tuple[str, str]]:
         if r.kind != "rest":
             kinds[r.kind] += round(r.count)
     yield "steps", ", ".join(f"{n} {program.NAMES.get(kind, 'call(s)')}" for kind, n in kinds.items()) or "none"
-    slow = [f"{op} ({n} times) has no lowering: ATen is called" for op, n in o.externs.most_common(limit)]
+    slow = [f"{op}{f' ({n} times)' * (n > 1)} is not compiled: ATen is called"
+            for op, n in o.externs.most_common(limit)]
     slow += [f"{op} ran on the CPU: {n:,} calls, {size(moved)}" for op, n, moved in o.fallbacks[:limit]]
     yield "fallbacks", "\n".join(slow) or "none"
     spent = ", ".join(f"{phase} {s:.2f}" for phase, s in o.phases.items() if s >= 0.005)
