@@ -29,7 +29,6 @@ from flambeau.pipeline import Compiled
 from flambeau.report import program
 from flambeau.report.regions import phases
 from flambeau.runtime.watchers import title
-from flambeau.targets.cache import counts
 from flambeau.torch_compat.compilations import Compilation
 
 FEW = 8  # lines of a list at level 1
@@ -114,7 +113,7 @@ def overview_of(session: Session, times: Sequence[ProgramTime] | None = None) ->
         graphs, len(session.graphs), cache["hit"],
         Counter(f"{b.why} ({place(b.function, b.file, b.line)})" for b in session.breaks()),
         Counter(f"{place(c.function, c.file, c.line)}: {c.why}" for c in done if c.why),
-        phases(session.seconds(), session.regions, session.graphs), Counter(counts), session.externs(),
+        phases(session.seconds(), session.regions, session.graphs), session.kernels(), session.externs(),
         session.fallbacks(), speed)
 
 
