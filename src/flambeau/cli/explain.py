@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 SHORT = 12  # lines of a section, without --full
 CALLS = 5  # with --graphs: a warm-up, a recording, and some replays
 VALUED = ("--html", "--json", "--trace", "--model")
+OF_FUNCTIONS = {"infer": False, "numerics": "fast", "regions": False, "graphs": False, "streams": False, "html": None}
 PLACES = {"output": 1, "input": 2}  # order of the memory table; other places come first
 EPILOG = f"""\
 {FILES}
@@ -120,6 +121,8 @@ def run_program(console: Console, args: argparse.Namespace) -> int:
     from flambeau.debug.trace import REPORT, TRACE
     from flambeau.report import session
 
+    if given := [f"--{name}" for name, default in OF_FUNCTIONS.items() if getattr(args, name) != default]:
+        raise OptionError(f"{', '.join(given)}: for a function, not for a script", hint="name a function: FILE:FUNC")
     seen, status = run_script(Path(args.function), args.rest, args.trace)
     overview = session.overview_of(seen)
     if not overview.graphs:
