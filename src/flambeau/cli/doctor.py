@@ -145,7 +145,7 @@ def _compile(name: str) -> Finding:
     try:
         _run_probe()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return Finding(name, str(error), "install g++ with its standard library, or set FLAMBEAU_CXX")
+        return Finding(name, str(error), lacking() or "install g++ with its standard library, or set FLAMBEAU_CXX")
     return Finding(name, "compiled, loaded and run")
 
 
@@ -153,8 +153,12 @@ def _openmp(name: str) -> Finding:
     try:
         threads = _run_probe("-fopenmp")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return Finding(name, str(error), "install libgomp; without it, kernels use one thread", "slow")
+        return Finding(name, str(error), lacking() or "install libgomp; without it, kernels use one thread", "slow")
     return Finding(name, f"{threads} threads")
+
+
+def lacking() -> str:
+    return "" if shutil.which(config.compiler) else "install the compiler first"
 
 
 def _run_probe(*flags: str) -> int:
@@ -261,7 +265,8 @@ def _main_job(name: str) -> Finding:
         y = torch.compile(lambda x: torch.softmax(x.sin() * 2, 0), backend=flambeau_backend)(x)
         seconds = time.perf_counter() - start
         torch.testing.assert_close(y, torch.softmax(x.sin() * 2, 0))
-    except Exception as error:  # whatever the user would get
+    except Exception as raised:  # whatever the user would get
+        error = getattr(raised, "inner_exception", raised)  # without Dynamo's words around it
         return Finding(name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
                        "fix the problems above; if there are none, report this with `flambeau doctor --json`", "broken")
     return Finding(name, f"a function was compiled and run, {seconds:.1f} s")
