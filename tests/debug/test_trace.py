@@ -122,6 +122,16 @@ def test_a_script_without_steps_that_are_alike(tmp_path: Path) -> None:
     assert data["rows"][0]["bytes"] == 2 * 2 * 9 * 4
 
 
+def test_a_script_whose_first_graph_runs_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import torch\nf = torch.compile(lambda x: x.sin().sum(), backend='flambeau')\n"
+                                        "for n in range(4, 12): f(torch.ones(n, requires_grad=True)).backward()\n")
+    torch.compiler.reset()
+    run_script(tmp_path / "script.py", (), tmp_path)
+    data = data_of((tmp_path / "report.html").read_text())
+    assert data["traced"] and data["steps"] == 3
+    assert [g["what"].split()[0] for g in data["graphs"]] == ["forward", "backward"]
+
+
 def test_kernels_of_a_gpu(tmp_path: Path) -> None:
     """They belong to the range in which they were launched, whenever and by whichever thread they ran."""
     plan = LaunchPlan("cuda", "", device=torch.device("cuda"))

@@ -139,7 +139,7 @@ def run_program(console: Console, args: argparse.Namespace) -> int:
         files = [file for file in (args.trace / REPORT, args.trace / TRACE) if file.exists()]
         console.print(f"Written: {' and '.join(map(str, files))}", soft_wrap=True)
         if len(files) < 2:
-            console.print("There is no trace: after all graphs had run twice, the first one was not called again.")
+            console.print("There is no trace: too few steps ran without a compilation.")
     return status
 
 
