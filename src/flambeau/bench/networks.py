@@ -17,7 +17,7 @@ from flambeau.bench.models import Block, Model
 
 
 def with_dropout(module: nn.Module, p: float = 0.1) -> nn.Module:
-    """Where such networks have it: after the halves of transformer blocks, or before the last layer."""
+    """Adds dropout where such networks have it: after the halves of transformer blocks, or before the last layer."""
     for part in module.modules():
         if isinstance(part, Block):
             part.proj = nn.Sequential(part.proj, nn.Dropout(p))  # type: ignore[assignment]
