@@ -241,13 +241,15 @@ def tell(made: Compiled) -> None:
     if not any(a.isEnabledFor(logging.DEBUG) for a in (log, *ARTIFACTS.values())):
         return
     texts = {t.title or t.name: t.text for t in made.texts}
-    missing = (f"{op} has no lowering, and is called as it is ({n} times)" for op, n in made.captured.externs.items())
+    missing = (f"{op}{f' ({n} times)' * (n > 1)} is not compiled: ATen is called"
+               for op, n in made.captured.externs.items())
     said = {"output_code": [made.package.source, *texts.values()], "kernel_code": texts.values(),
             "schedule": [made.program], "fusion": made.program.notes, "perf_hints": missing}
     for name, parts in said.items():
         for part in parts:
             ARTIFACTS[name].debug("%s", part)
-    log.debug("%d operators became %d kernels: %s", len(made.gm.graph.nodes), len(texts),
+    operators = sum(n.op == "call_function" for n in made.gm.graph.nodes)
+    log.debug("%d operators became %d kernel(s): %s", operators, len(texts),
               ", ".join(f"{phase} {s:.3f} s" for phase, s in made.seconds.items()))
 
 

@@ -59,15 +59,16 @@ class First:
         return f"{self.operator} ({self.direction}){self.where()}: {self.why()}"
 
     def where(self) -> str:
-        layer = f" in {self.layer}" if self.layer else ""
+        layer = f" in layer {self.layer}" if self.layer else ""
         return layer + (f" at {self.file}:{self.line}" if self.file else "") + (f" `{self.code}`" if self.code else "")
 
     def why(self) -> str:
         if self.kind == "capture":
-            return "the captured graph holds other operators in its place, and they give other values than it does"
+            return "the captured graph has other operators in its place, which give other values"
         if self.kind == "fusion":
-            return f"only where it is fused: with {', '.join(self.unrounded)} put into memory the difference vanishes"
-        return "its result differs, though all that it reads, put into memory, is equal"
+            stored = ", ".join(self.unrounded)
+            return f"it differs only inside a fused kernel, and not if {stored} is stored in memory first"
+        return "its result differs, although everything that it reads is equal"
 
 
 def first_of_call(call: Call, number: int = 1) -> First | None:

@@ -160,7 +160,7 @@ class ClDevice(DeviceFacts):
 @cache
 def devices() -> tuple[ClDevice, ...]:
     """Returns the devices of all platforms. Raises UnsupportedError if there is none."""
-    hint = "pip install 'flambeau[opencl]' brings a device that runs on any CPU"
+    hint = "pip install 'flambeau[opencl]' brings a device that runs on any x86 CPU"
     try:
         import pyopencl
     except ImportError as error:
@@ -181,4 +181,4 @@ def host_device() -> ClDevice:
         if device.shares_host_memory:
             return device
     raise UnsupportedError("no OpenCL device works in the memory of the process, where the tensors are", target=NAME,
-                           hint="pip install 'flambeau[opencl]' brings one that runs on any CPU")
+                           hint="pip install 'flambeau[opencl]' brings one that runs on any x86 CPU")
