@@ -37,7 +37,7 @@ help:
 	@echo "make fuzz      compare COUNT=2000 random programs on TARGET=cpu with eager"
 	@echo "make bench     measure Flambeau beside eager and Inductor"
 	@echo "make docs      write the generated pages in docs/, and build the site into build/site"
-	@echo "make test-site  check the pages and reports in headless Chromium"
+	@echo "make test-site  check the pages and reports in headless Chromium, and the notebook in Jupyter"
 	@echo "make test-install  install wheel and sdist in a clean environment of PYTHON, and try them"
 	@echo "make clean     remove build products and tool caches; $(VENV) stays"
 
@@ -155,7 +155,7 @@ test-site: setup
 	@command -v chromium >/dev/null || { echo "test-site needs Chromium (Debian: apt install chromium)."; exit 1; } >&2
 	@echo "==> the site in headless Chromium"
 	@$(PIP) '.[site]'
-	@$(BIN)/python -m pytest -q tests/test_site.py
+	@FLAMBEAU_SAMPLE=1 $(BIN)/python -m pytest -q tests/test_site.py tests/test_examples.py::test_notebook_in_jupyter
 
 # With the newest torch. One environment after the other, because torch is large.
 test-install:

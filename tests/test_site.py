@@ -105,7 +105,7 @@ def test_pages(width: int, scheme: str, site: Path, browser: Any) -> None:
 def test_searching_from_disk(site: Path, browser: Any) -> None:
     page = browser.new_page()
     page.goto((site / "guides" / "nvidia.html").as_uri())
-    page.fill(".md-search__input", "recompiled")
+    page.type(".md-search__input", "recompiled")
     page.wait_for_selector(".md-search-result__item")
     page.close()
 

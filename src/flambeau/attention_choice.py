@@ -1,7 +1,8 @@
-"""Whose kernels compute attention that a library takes, too: what was faster on random data of the same shapes.
+"""Chooses between our attention kernels and a library's: whichever was faster on random data of the same shapes.
 
-Forward and backward are timed together, since the one keeps what the other needs. Masks hold everywhere while they are
-timed, so that ours has nothing to leave out. The choice is kept on disk like that of products (`product_choice.py`).
+Forward and backward are timed together, because the forward saves what the backward needs. Boolean masks are all True
+while timing, so that our kernels gain nothing by skipping masked blocks. The choice is kept on disk like that of matrix
+products (`product_choice.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def own_attention(options: Options, target: Target | None, asked: Asked) -> bool:
-    """Whether a call is ours that a library takes too."""
+    """Whether our kernels compute an attention call that a library supports too."""
     if target is None or not target.capabilities().attends or options.contractions == "library":
         return False
     if options.contractions == "own":
@@ -42,7 +43,7 @@ def own_attention(options: Options, target: Target | None, asked: Asked) -> bool
     how = asked.dropout, asked.is_causal, asked.scale, asked.grouped, asked.trains and asked.wants
     try:
         about = [*identity(target), target.chip(), "attention", *map(shape_text, given), repr(how)]
-        # In a thread of its own, where nothing is traced.
+        # In a separate thread, where no tracing is in progress.
         with ThreadPoolExecutor(1) as alone:
             return bool(json.loads(kept(about, lambda: alone.submit(measured, options, target, asked).result()))["own"])
     except Uncacheable:
@@ -62,7 +63,7 @@ def measured(options: Options, target: Target, asked: Asked) -> str:
                 log.warning("attention of ours gives other results than the library's, and is not used: %s", asked)
                 return json.dumps({"own": False, "why": "ours gives other results"})
             best, seconds = fastest(target, {0: theirs, 1: lambda: run(list(args))})
-    except Exception as error:  # whatever it is, the library computes it
+    except Exception as error:  # whatever fails, the library computes it
         log.info("attention: not measured: %s: %s", type(error).__name__, error)
         return json.dumps({"own": False, "why": f"ours could not be timed: {type(error).__name__}"})
     return json.dumps({"own": best == 1, "why": f"library {1e6 * seconds[0]:.1f} us, ours {1e6 * seconds[1]:.1f} us"})
@@ -76,7 +77,7 @@ def sample(x: Tensor | None) -> Tensor | None:
 
 
 def library(asked: Asked, leaves: list[Tensor | None]) -> list[Tensor]:
-    """The result, and the gradients by itself."""
+    """Run the library's attention; returns the result and the gradients for the leaves that require them."""
     q, k, v, mask = leaves
     assert q is not None and k is not None and v is not None
     out = F.scaled_dot_product_attention(q, k, v, mask, asked.dropout, asked.is_causal, scale=asked.scale,
@@ -86,8 +87,8 @@ def library(asked: Asked, leaves: list[Tensor | None]) -> list[Tensor]:
 
 
 def graph_of(asked: Asked, given: list[Tensor | None]) -> fx.GraphModule:
-    """The same as calls of our operator. `given`: queries, keys, values, the mask, the seed of dropout and the gradient
-    of the result; None for what there is not."""
+    """The same call as a graph of our operators. `given`: queries, keys, values, the mask, the seed of dropout and the
+    gradient of the result; None for each that is absent."""
     graph, ops = fx.Graph(), torch.ops.flambeau
     names = "query", "key", "value", "mask", "seed", "grad"
     with FakeTensorMode() as mode, torch.no_grad():

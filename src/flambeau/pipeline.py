@@ -1,4 +1,4 @@
-"""From a captured graph to a function that runs: capture, schedule, generate code, build, execute."""
+"""Turns a captured graph into a function that runs: capture, schedule, generate code, build, execute."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from flambeau.torch_compat.fake import unset_fake_temporarily
 from flambeau.torch_compat.logs import artifact_log
 
 log = logging.getLogger(__name__)
-# What TORCH_LOGS shows by these names of other backends as well.
+# Logs that TORCH_LOGS enables under the names that other backends use too.
 ARTIFACTS = {name: artifact_log(__name__, name)
              for name in ("output_code", "kernel_code", "schedule", "fusion", "perf_hints")}
 LOCK = fork_safe(threading.RLock())  # expressions are interned process-wide: one compile at a time
@@ -48,22 +48,22 @@ LOCK = fork_safe(threading.RLock())  # expressions are interned process-wide: on
 
 @dataclass(frozen=True)
 class Options:
-    """How graphs are compiled. A backward has those of its forward, whatever holds when it is compiled."""
+    """How graphs are compiled. A backward uses its forward's options, whatever the settings at the time."""
 
     numerics: str = "fast"
-    target: str | None = field(default_factory=lambda: config.target)  # None: that of the graph's device
+    target: str | None = field(default_factory=lambda: config.target)  # None: the target of the graph's device
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
-    contractions: str = field(default_factory=lambda: config.contractions)  # whose kernels: library, own or choose
+    contractions: str = field(default_factory=lambda: config.contractions)  # kernels: library, own or choose
     search: bool = False  # time other block shapes at the first call
     graphs: bool = False  # record runs, and replay them
-    streams: str | None = None  # "auto": steps side by side on streams of the program's own
-    offload: str | float | None = None  # how much less of what a backward needs is kept on the device
-    part: bool = False  # of something whose other parts were traced with the strides of torch's metadata
+    streams: str | None = None  # "auto": run steps in parallel on the program's own streams
+    offload: str | float | None = None  # how much less of the saved tensors is kept on the device
+    part: bool = False  # one piece of a graph whose other pieces assume the strides of torch's metadata
 
 
 @dataclass(eq=False)
 class Compiled:
-    """A graph on its way to being runnable; kernels build in the background until the first call."""
+    """A graph that is becoming runnable: its kernels build in the background until the first call."""
 
     gm: fx.GraphModule
     captured: Captured
@@ -75,7 +75,7 @@ class Compiled:
     seconds: dict[str, float] = field(default_factory=dict)
     run: Run | None = None
     exclude: frozenset[str] = frozenset()
-    function: Hashable = field(default_factory=function_now)  # that this graph is a part of
+    function: Hashable = field(default_factory=function_now)  # the function that this graph is part of
 
     def finish(self) -> Run:
         with LOCK:
@@ -103,12 +103,12 @@ class Compiled:
             return build.wait()
         except Closing:
             check()
-            again = self.package.build()  # by this thread: somebody runs this while the process ends
+            again = self.package.build()  # built in this thread, because the program runs while the process ends
             assert again is not None
             return again.wait()
 
     def retry(self, bad: dict[int, CompileError]) -> Run:
-        """Kernels that do not build are left to ATen: their operators are called as they are."""
+        """Compile again without the kernels that do not build: their operators run as ATen."""
         origins = {o for s in self.program.steps if isinstance(s, Launch) and s.kernel in bad for o in s.origins}
         first = next(iter(bad.values()))
         warnings.warn(f"flambeau: {len(bad)} kernel(s) did not build; their operators ({', '.join(sorted(origins))}) "
@@ -127,7 +127,7 @@ OBSERVERS: list[Callable[[Compiled], None]] = []  # called with every compiled g
 
 
 def boxed(c: Compiled) -> Run:
-    """A plain function around it: AOTAutograd's wrappers keep a function's attributes, not an object's."""
+    """Wrap it in a plain function: AOTAutograd's wrappers keep attributes of functions, not those of objects."""
 
     def run(args: list[Any]) -> list[Any]:
         return (c.run or c.finish())(args)
@@ -138,13 +138,13 @@ def boxed(c: Compiled) -> Run:
 
 
 def compile_graph(gm: fx.GraphModule, options: Options | None = None, exclude: frozenset[str] = frozenset()) -> Run:
-    """A boxed function for a functional ATen graph. What cannot be compiled runs as ATen, with one warning."""
+    """A boxed function for a functional ATen graph. A graph that cannot be compiled runs as ATen, with one warning."""
     try:
         return boxed(compiled(gm, options or Options(), exclude))
     except CompileError:
         raise
-    except Exception as e:  # whatever is wrong with the compiler, the model runs
-        if config.verify or is_streamed(gm):  # operator by operator, all would be on one stream
+    except Exception as e:  # whatever is wrong with the compiler, the model must run
+        if config.verify or is_streamed(gm):  # interpreted, everything would run on one stream
             raise
         warnings.warn(f"flambeau: this graph runs as ATen because it could not be compiled: {type(e).__name__}: {e}. "
                       "Please report it.", RuntimeWarning, stacklevel=2)
@@ -152,16 +152,16 @@ def compile_graph(gm: fx.GraphModule, options: Options | None = None, exclude: f
 
 
 def compiled(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = frozenset()) -> Compiled:
-    """The graph on its way, or the error that says why it cannot be compiled."""
-    # Tensors that the graph holds are real, and are read while AOTAutograd's fake mode is on.
+    """Compile a graph up to its package; raises the error that says why it cannot be compiled."""
+    # Tensors held by the graph are real, and are read while AOTAutograd's fake mode is active.
     with LOCK, unset_fake_temporarily():
         return _compile(gm, options, exclude)
 
 
 def lowered(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = frozenset(), target: Target | None = None,
             own: frozenset[str] | None = None) -> tuple[torch.device, Target, Captured]:
-    """What a graph computes, in the loop language, and where. `target`: rather than that of the options; `own`: the
-    products that are kernels of ours, where that is decided."""
+    """Lower a graph to the loop language; returns it with its device and target. `target` overrides that of the
+    options. `own`: the products that our kernels compute, if that is decided already."""
     device = graph_device(gm)
     target = target or target_of(device, options.target)
     if target is None:
@@ -171,7 +171,7 @@ def lowered(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = froz
         policy, notes = policy_of(options.numerics, device.type), list[str]()
         if own is None:
             own = frozenset(n.name for n in gm.graph.nodes) if options.contractions == "own" else frozenset()
-            # What the clock chooses may round in another way.
+            # The kernel that is chosen by timing may round differently.
             if options.contractions == "choose" and target.times and not (policy.exact or options.deterministic):
                 own, notes = own_products(gm, target, caps, partial(region_run, options), exclude)
         captured = capture(gm, caps, exclude, device, policy, frozenset() if policy.exact else own)
@@ -180,13 +180,13 @@ def lowered(gm: fx.GraphModule, options: Options, exclude: frozenset[str] = froz
 
 
 def region_run(options: Options, gm: fx.GraphModule, own: frozenset[str]) -> Run:
-    """A part of a graph with these products as kernels of ours, in whose shapes they are fastest."""
+    """Compile part of a graph with these products as our kernels, each in its fastest block shape."""
     return boxed(_compile(gm, replace(options, graphs=False, streams=None), frozenset(), own))
 
 
 def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own: frozenset[str] | None = None
              ) -> Compiled:
-    """`own`: the products that are kernels of ours, where that is decided and nobody watches."""
+    """Run all phases of compilation. `own`: the products that our kernels compute, if decided; then no observers."""
     t0 = time.perf_counter()
     device, target, captured = lowered(gm, options, exclude, own=own)
     t1 = time.perf_counter()
@@ -197,7 +197,7 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own:
         check()
         written = target.bounded if config.verify is True else target.render
         texts = [written(k, f"k{i}") for i, k in enumerate(program.kernels)]
-        if not options.deterministic:  # what the clock chooses, may round in another way
+        if not options.deterministic:  # variants that are chosen by timing may round differently
             timed: tuple[type, ...] = (ContractKernel,) if options.contractions == "choose" else ()
             timed += (AttentionKernel,) if timed and target.times else ()
             timed = (AttentionKernel, LoopKernel, ScanKernel, ContractKernel) if options.search else timed
@@ -237,22 +237,24 @@ def _compile(gm: fx.GraphModule, options: Options, exclude: frozenset[str], own:
 
 
 def tell(made: Compiled) -> None:
-    """Torch's logs of what was compiled."""
+    """Write what was compiled to torch's logs."""
     if not any(a.isEnabledFor(logging.DEBUG) for a in (log, *ARTIFACTS.values())):
         return
     texts = {t.title or t.name: t.text for t in made.texts}
-    missing = (f"{op} has no lowering, and is called as it is ({n} times)" for op, n in made.captured.externs.items())
+    missing = (f"{op}{f' ({n} times)' * (n > 1)} is not compiled: ATen is called"
+               for op, n in made.captured.externs.items())
     said = {"output_code": [made.package.source, *texts.values()], "kernel_code": texts.values(),
             "schedule": [made.program], "fusion": made.program.notes, "perf_hints": missing}
     for name, parts in said.items():
         for part in parts:
             ARTIFACTS[name].debug("%s", part)
-    log.debug("%d operators became %d kernels: %s", len(made.gm.graph.nodes), len(texts),
+    operators = sum(n.op == "call_function" for n in made.gm.graph.nodes)
+    log.debug("%d operators became %d kernel(s): %s", operators, len(texts),
               ", ".join(f"{phase} {s:.3f} s" for phase, s in made.seconds.items()))
 
 
 def interpret(gm: fx.GraphModule) -> Run:
-    """The graph as it is, operator by operator."""
+    """Run the graph without compiling it, operator by operator."""
 
     def run(args: list[Any]) -> list[Any]:
         taken = list(args)

@@ -1,10 +1,10 @@
 """Chooses the kernel of a matrix product: a library call, or our kernel with the next operators fused into it.
 
-A product and what kernels of ours make of it, up to the next call of a library, are a graph by themselves (`Region`).
-Products that meet in one kernel, as those of a gated unit do, are one region. It is compiled both ways and timed on
-random data of its own shapes, and what was faster is kept on disk (`targets/search.py`), by the region's text, the chip
-and the releases, so that later processes time nothing and choose the same. Of what is about as fast, the library's is
-taken; so it is where a rule says beforehand that nothing can be gained.
+A product and the operators after it that our kernels compute, up to the next library call, form a graph of their own
+(`Region`). Products that meet in one kernel, as in a gated unit, belong to one region. It is compiled both ways and
+timed on random data of its own shapes, and the faster way is kept on disk (`targets/search.py`) under the region's
+text, the chip and the versions, so that later processes time nothing and choose the same. If both are about as fast,
+the library is used. It is also used without timing if a rule says beforehand that nothing can be gained.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from flambeau.targets.search import agree, fastest, kept, undecided
 
 log = logging.getLogger(__name__)
 
-ROUNDED = 3e-2  # of the greatest result: a library's product is rounded before what follows
-CLOSE = 1.5  # times the library's, within which other block shapes than the heuristic's may be faster
-WORTH = 0.02  # of a product's time, that fusion must save to be worth a look
-MOST_NODES = 48  # of a region: what is farther away has kernels of its own
-MOST_PRODUCTS = 3  # of a region that may become kernels of ours: the last ones
+ROUNDED = 3e-2  # tolerance, relative to the largest result: a library rounds its product before what follows
+CLOSE = 1.5  # times the library's time, up to which other block shapes than the heuristic's are tried
+WORTH = 0.02  # share of a product's time that fusion must be able to save
+MOST_NODES = 48  # nodes of a region: later ones get kernels of their own
+MOST_PRODUCTS = 3  # products of a region that our kernels may compute: the last ones
 SMALL = (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-Compile = Callable[[fx.GraphModule, frozenset[str]], Run]  # a region with these products as kernels of ours
+Compile = Callable[[fx.GraphModule, frozenset[str]], Run]  # compiles a region with these products as our kernels
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Region:
 
 def own_products(gm: fx.GraphModule, target: Target, caps: Capabilities, compiled: Compile, exclude: frozenset[str]
                  ) -> tuple[frozenset[str], list[str]]:
-    """The names of the products that are kernels of ours, and for each product whose it is, and why."""
+    """The names of the products that our kernels compute; and a note for each product on who computes it, and why."""
     own: set[str] = set()
     notes: list[str] = []
     whose = "the library's"
@@ -64,7 +64,7 @@ def own_products(gm: fx.GraphModule, target: Target, caps: Capabilities, compile
     return frozenset(own), notes
 
 
-# ---- what belongs together ---------------------------------------------------------------------------------
+# ---- regions -----------------------------------------------------------------------------------------------
 
 
 def is_product(n: fx.Node) -> bool:
@@ -77,10 +77,10 @@ def is_ours(n: fx.Node) -> bool:
 
 
 def regions(gm: fx.GraphModule) -> list[Region]:
-    """Each product with what follows it, unless that waits for a call that itself waits for the product."""
-    number: dict[fx.Node, int] = {}  # of each call that is no kernel of ours
-    near: dict[fx.Node, int] = {}  # bits: the calls whose results a node has from kernels of ours alone
-    far: dict[fx.Node, int] = {}  # bits: those it has by way of another call, too
+    """Each product with the operators after it, except those that also depend on it through a call that is not ours."""
+    number: dict[fx.Node, int] = {}  # of each call that is not a kernel of ours
+    near: dict[fx.Node, int] = {}  # bits: the calls whose results reach a node through our kernels only
+    far: dict[fx.Node, int] = {}  # bits: the calls whose results reach it through another call too
     home: dict[int, Region] = {}
     for n in gm.graph.nodes:
         if n.op != "call_function":
@@ -125,7 +125,7 @@ def _join(region: Region, other: Region, home: dict[int, Region]) -> None:
 
 
 def refusal(n: fx.Node, region: Region, caps: Capabilities) -> str | None:
-    """Why a product is the library's without a look at the clock; None if it may be ours."""
+    """Why the library computes a product, without timing it; None if our kernel may be faster."""
     val, t = n.meta.get("val"), caps.tuning
     kind, first = "convolution" if facts(n.target).family == "convolution" else "product", facts(n.target).factors or 0
     given = [i.meta.get("val") for i in n.args[first:first + 2] if isinstance(i, fx.Node)]
@@ -139,7 +139,7 @@ def refusal(n: fx.Node, region: Region, caps: Capabilities) -> str | None:
     nanoseconds = max(size * depth * val.itemsize / t.product_rate, size * val.itemsize / t.memory_rate)
     parts = facts(n.target).ends is not None
     if not parts and not any(n in u.all_input_nodes for u in region.nodes if not is_view(u.target)):
-        # Small ones differ by how they start; a library's large ones are as fast as any, but for those in parts.
+        # Small products differ in launch overhead. A library is as fast as any kernel on large ones, unless ragged.
         return None if nanoseconds < t.launch else "no kernel of ours follows, and its sums take longer than a launch"
     if not parts and 2 * size * val.itemsize / t.memory_rate + t.launch < WORTH * nanoseconds:
         return "its sums take fifty times as long as what follows"
@@ -151,7 +151,7 @@ def refusal(n: fx.Node, region: Region, caps: Capabilities) -> str | None:
 
 def choice(region: Region, products: Sequence[fx.Node], target: Target, compiled: Compile
            ) -> tuple[frozenset[str], str]:
-    """The products that are ours, and the times."""
+    """The products that our kernels compute, and the measured times as text."""
     gm = graph_of(region)
     try:
         about = [*identity(target), target.chip(), *lines(gm, products)]
@@ -162,11 +162,11 @@ def choice(region: Region, products: Sequence[fx.Node], target: Target, compiled
 
 
 def measured(gm: fx.GraphModule, products: Sequence[fx.Node], target: Target, compiled: Compile) -> dict[str, Any]:
-    """Positions of the products that are ours, and why; the last alone, or all."""
+    """Time the region with no product, the last one, or all as our kernels; returns the positions of ours, and why."""
     names = [p.name for p in products]
     sets = [frozenset[str](), frozenset(names[-1:]), *([frozenset(names)] if len(names) > 1 else [])]
     try:
-        runs = [compiled(gm, own) for own in sets]  # kernels build side by side
+        runs = [compiled(gm, own) for own in sets]  # all kernels build in parallel
         args = [example(n.meta["val"]) for n in gm.graph.nodes if n.op == "placeholder"]
         spread_parts(gm, args)
         wanted, draws = runs[0](list(args)), any(facts(n.target).random for n in gm.graph.nodes if is_ours(n))
@@ -184,11 +184,11 @@ def measured(gm: fx.GraphModule, products: Sequence[fx.Node], target: Target, co
                 take(k)
             best, seconds = fastest(target, candidates)
         close = [k for k in seconds if k and seconds[k] < CLOSE * seconds[0]]
-        for k in close:  # other block shapes are built where that may change the choice
+        for k in close:  # build other block shapes if these may change the choice
             take(k)
         if close:
             best, seconds = fastest(target, candidates)
-    except Exception as error:  # whatever it is, the library computes it
+    except Exception as error:  # whatever fails, the library computes it
         log.info("%s: not measured: %s: %s", names, type(error).__name__, error)
         return {"own": [], "why": f"kernels of ours could not be timed: {type(error).__name__}"}
     times = ", ".join(f"{'library' if not own else 'ours' if len(own) == len(names) else 'the last one ours'} "
@@ -197,7 +197,7 @@ def measured(gm: fx.GraphModule, products: Sequence[fx.Node], target: Target, co
 
 
 def spread_parts(gm: fx.GraphModule, args: Sequence[Any]) -> None:
-    """Products for parts of a dimension get parts that are equally long."""
+    """Fill the ends of ragged products so that all parts are equally long."""
     places = {n: k for k, n in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
     for n in gm.graph.nodes:
         at = facts(n.target).ends if n.op == "call_function" else None
@@ -222,7 +222,7 @@ def is_alike(a: Any, b: Any) -> bool:
 
 
 def graph_of(region: Region) -> fx.GraphModule:
-    """The region's nodes as a graph; its results are what others read."""
+    """The region's nodes as a graph; its results are the values that nodes outside of it read."""
     inside = dict.fromkeys(region.nodes[:MOST_NODES])
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for i in dict.fromkeys(i for n in inside for i in n.all_input_nodes if i not in inside):
@@ -236,7 +236,7 @@ def graph_of(region: Region) -> fx.GraphModule:
 
 
 def lines(gm: fx.GraphModule, products: Sequence[fx.Node]) -> list[str]:
-    """A line for each node: names do not matter, positions do; of sizes of the run, only how large they are, about."""
+    """One line per node. Nodes are identified by position, not by name; symbolic sizes count by magnitude only."""
     place, open = {n: f"%{k}" for k, n in enumerate(gm.graph.nodes)}, {p.name for p in products}
     return [f"{n.op} {'?' if n.name in open else ''}{n.target if n.op == 'call_function' else ''} "
             f"{fx.node.map_arg((n.args, n.kwargs), lambda x: place[x])} "
@@ -253,12 +253,12 @@ def shape_text(v: Any) -> str:
 
 
 def example(v: Any) -> Any:
-    """Random data that lie as a value does; of integers, which may be indices, zeros."""
+    """Random data with the layout of a value; zeros for integers, which may be indices."""
     if not isinstance(v, torch.Tensor):
         return hint(v) if isinstance(v, torch.SymInt) else v
     shape, strides = [*map(hint, v.shape)], [*map(hint, v.stride())]
     count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if prod(shape) else 0
     if not v.dtype.is_floating_point:
         return torch.zeros(count, dtype=v.dtype, device=v.device).as_strided(shape, strides)
-    small = max([1, *shape[-2:]]) ** -0.25 if len(shape) > 1 else 1  # so that products are about one
+    small = max([1, *shape[-2:]]) ** -0.25 if len(shape) > 1 else 1  # so that products are of the order of one
     return (small * torch.randn(count, device=v.device)).to(v.dtype).as_strided(shape, strides)

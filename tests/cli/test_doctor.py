@@ -39,9 +39,13 @@ def test_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def test_a_variable_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "config", Config({"FLAMBEAU_NUMERIC": "eager"}))
+    monkeypatch.setattr(doctor, "config", Config({"FLAMBEAU_NUMERIC": "eager", "FLAMBEAU_DEBGU": "1"}))
     found = findings()["settings"]
-    assert (found.verdict, found.remedy) == ("invalid", "did you mean FLAMBEAU_NUMERICS?")
+    assert found.verdict == "invalid"
+    assert found.remedy == ("FLAMBEAU_DEBGU: did you mean FLAMBEAU_DEBUG?; "
+                            "FLAMBEAU_NUMERIC: did you mean FLAMBEAU_NUMERICS?")
+    monkeypatch.setattr(doctor, "config", Config({"FLAMBEAU_ZZZ": "1"}))
+    assert findings()["settings"].remedy == "FLAMBEAU_ZZZ is no setting (flambeau doctor --settings lists all)"
 
 
 def test_the_main_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

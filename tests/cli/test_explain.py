@@ -199,6 +199,11 @@ def test_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "there is no file" in capsys.readouterr().err
 
 
+def test_options_that_a_script_cannot_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--numerics", "eager", "--graphs", str(tmp_path / "script.py")]) == 1
+    assert "--numerics, --graphs: for a function, not for a script" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("bad", ["", "none/file.json"])
 def test_a_place_that_cannot_be_written(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

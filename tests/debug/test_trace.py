@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import flambeau
 from flambeau.config import config
 from flambeau.debug.clocks import PartTime
 from flambeau.debug.profile import Ranges, covered, read
+from flambeau.debug.script import run_script
 from flambeau.errors import OptionError
 from flambeau.runtime.launch_plan import LaunchPlan, Step
 from flambeau.runtime.watchers import Part
@@ -97,6 +99,37 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match="file"), flambeau.debug.trace(tmp_path / "file"):
         pass
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(OptionError, match="Permission denied"), flambeau.debug.trace(tmp_path):
+        pass
+
+
+def test_a_script_without_steps_that_are_alike(tmp_path: Path) -> None:
+    """It has no trace, also none of an earlier run, and the page shows the clocks of the whole run."""
+    (tmp_path / "script.py").write_text("import torch\nf = torch.compile(torch.sin, backend='flambeau')\n"
+                                        "for _ in range(2): f(torch.ones(9))\n")
+    (tmp_path / "trace.json.gz").write_text("old")
+    torch.compiler.reset()
+    _, status = run_script(tmp_path / "script.py", (), tmp_path)
+    data = data_of((tmp_path / "report.html").read_text())
+    assert status == 0 and not (tmp_path / "trace.json.gz").exists()
+    graph, = data["graphs"]
+    assert not data["traced"] and graph["calls"] == 2
+    assert graph["ms"] > 0 and data["wall"] * 1e3 == pytest.approx(graph["ms"])
+    assert data["rows"][0]["bytes"] == 2 * 2 * 9 * 4
+
+
+def test_a_script_whose_first_graph_runs_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import torch\nf = torch.compile(lambda x: x.sin().sum(), backend='flambeau')\n"
+                                        "for n in range(4, 12): f(torch.ones(n, requires_grad=True)).backward()\n")
+    torch.compiler.reset()
+    run_script(tmp_path / "script.py", (), tmp_path)
+    data = data_of((tmp_path / "report.html").read_text())
+    assert data["traced"] and data["steps"] == 3
+    assert [g["what"].split()[0] for g in data["graphs"]] == ["forward", "backward"]
 
 
 def test_kernels_of_a_gpu(tmp_path: Path) -> None:

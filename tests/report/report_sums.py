@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests python -m report.report_sums lm24 --size large --device cuda --out out --json report.json
 
-Steps are measured without the profiler, before and after the trace; the last of them are the ones that count.
+Steps are measured without the profiler, before and after each of several traces: a machine may be busy with something
+else, and only neighbours can be compared. The report that is kept is the last one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("network", choices=NETWORKS)
     parser.add_argument("--size", default="large")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, default=3, help="in the trace")
+    parser.add_argument("--steps", type=int, default=3, help="in a trace")
+    parser.add_argument("--rounds", type=int, default=5, help="number of traces")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args(arguments)
@@ -64,17 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     measured(step, 3)
     first = time.perf_counter() - start
-    before = [measured(step, 5) for _ in range(3)]
-    with flambeau.debug.trace(args.out):
-        for _ in range(args.steps):
-            step()
-    after = [measured(step, 5) for _ in range(3)]
-    page, data = args.out / REPORT, data_of(args.out / REPORT)
-    inside, outside = sum(r["ms"] for r in data["rows"]), sum(s * 1e3 for *_, s in data["others"])
-    alone = median([*before, *after]) * 1e3
+    page, sums = args.out / REPORT, []
+    for _ in range(args.rounds):
+        before = measured(step, args.steps)
+        with flambeau.debug.trace(args.out):
+            for _ in range(args.steps):
+                step()
+        alone = (before + measured(step, args.steps)) / 2 * 1e3
+        data = data_of(page)
+        inside, outside = sum(r["ms"] for r in data["rows"]), sum(s * 1e3 for *_, s in data["others"])
+        sums.append((inside + outside) / alone)
     row = {"name": args.network, "size": args.size, "dtype": str(dtype)[6:], "first_steps_s": round(first, 2),
            "step_ms": round(alone, 3), "compiled_ms": round(inside, 3), "others_ms": round(outside, 3),
-           "adds_up_to": round((inside + outside) / alone, 4), "traced_ms": round(data["wall"] * 1e3, 3),
+           "adds_up_to": round(median(sums), 4), "least": round(min(sums), 4), "most": round(max(sums), 4),
+           "traced_ms": round(data["wall"] * 1e3, 3),
            "busy_ms": round(data["busy"] * 1e3, 3), "kernels": sum(r["kind"] == "kernel" for r in data["rows"]),
            "report_bytes": page.stat().st_size, "trace_bytes": (args.out / TRACE).stat().st_size}
     print(json.dumps(row, indent=1))

@@ -196,6 +196,17 @@ def test_headers_flags_and_processor_are_part_of_a_kernel(
     assert cpu.kernel_key(scale(2, "other"), "") == cpu.kernel_key(scale(2), "")
 
 
+@pytest.mark.parametrize(("told", "wanted"), [
+    ("processor : 0\nCPU part : 0xd05\n\nprocessor : 1\nCPU part : 0xd0b\n\nprocessor : 2\nCPU part : 0xd05\n",
+     "CPU part: 0xd05\nCPU part: 0xd0b"),
+    ("processor : 0\nisa : rv64gcv\n", None)])
+def test_machines_with_other_instructions_have_other_kernels(told: str, wanted: str | None,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores may differ; what nobody knows to read is this machine alone."""
+    monkeypatch.setattr(Path, "read_text", lambda self: told)
+    assert toolchain.cpu_identity.__wrapped__() == (wanted or f"{os.uname().machine} {os.uname().nodename}")
+
+
 def test_names_within_a_build_are_unique(machine: Machine) -> None:
     with pytest.raises(ValueError, match="called 'same'"):
         machine.fresh().build([scale(2, "same"), scale(3, "same")])

@@ -70,6 +70,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = {
     "long rows": (lambda x: x.mean(1), (1, 17000)),
     "scan": (lambda x: x.cumsum(1), (3, 40)),
     "pooling": (lambda x: F.max_pool2d(x[None], 3, 2, 1), (4, 17, 19)),
+    "floats of 8 bits": (lambda x: x.to(torch.float8_e4m3fn), (50, 60)),
 }
 
 
@@ -83,10 +84,17 @@ def test_all_candidates_agree_and_the_fastest_is_kept(name: str, monkeypatch: py
     caplog.set_level(logging.INFO, search.__name__)
     run = compiled(f)
     for _ in range(2):
-        torch.testing.assert_close(run(x), f(x))
+        torch.testing.assert_close(run(x).float(), f(x).float())
     assert all(s.alternatives for s in sources)
     assert clock.timed == search.ROUNDS * sum(1 + len(s.alternatives) for s in sources)
     assert "dropped" not in caplog.text and "candidate 1 of" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", search.ROUNDING)
+def test_results_agree_up_to_rounding(dtype: torch.dtype) -> None:
+    x = torch.tensor([1.0, -3.0, float("nan"), 0.0], dtype=torch.float64)
+    wanted, near, far = (y.to(dtype) for y in (x, x * (1 + torch.finfo(dtype).eps), x * 2))
+    assert search.agree(near, wanted) and not search.agree(far, wanted)
 
 
 def test_later_processes_do_not_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Benchmarks: Flambeau measured beside eager, Inductor and other peers, in one run."""
+"""Benchmarks: Flambeau measured against eager, Inductor and other peers, in one run."""

@@ -1,6 +1,6 @@
 """Attention to measure: plain, causal, and with masks, as `scaled_dot_product_attention` and as `flex_attention`.
 
-A mask is a tensor for the one and a function for the other, with a block mask that is made once, as users make it.
+For the former a mask is a tensor, for the latter a function, with a block mask that is made once, as users make it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 HALF = torch.bfloat16
-Point = Callable[..., Tensor]  # of batch, head, row and column, or of a score and these
+Point = Callable[..., Tensor]  # over batch, head, row and column, or over a score and these
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What is hidden, or added: as a function of the caller's tensors that gives a mask or a score."""
+    """A mask or a bias: functions of the caller's tensors that return a mask or score function."""
 
     mask: Callable[..., Point] | None = None
     score: Callable[..., Point] | None = None
     tensors: Callable[[str, int, int, int], tuple[Tensor, ...]] = lambda device, batch, heads, length: ()
-    whole: Callable[..., Tensor] | None = None  # for the other form: the same as one tensor
+    whole: Callable[..., Tensor] | None = None  # for scaled_dot_product_attention: the same as one tensor
     causal: bool = False
 
 
@@ -74,7 +74,7 @@ def attend(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
 
 
 def flexible(pattern: Pattern, length: int, device: str, batch: int, heads: int) -> Callable[..., Tensor]:
-    """The same by functions of points."""
+    """Returns the same attention as a call of flex_attention."""
     tensors = pattern.tensors(device, batch, heads, length)
     score = pattern.score(*tensors) if pattern.score else None
     found = None
@@ -101,7 +101,7 @@ def tensors_of(pattern: Pattern, shape: tuple[int, ...], device: str) -> list[Te
 
 
 def attentions(case: Callable[..., Any], scale: int, sizes: tuple[int, ...] = (128, 64)) -> Iterator[Any]:
-    """`case`: the bench's. Operations are those of all scores, or of half of them."""
+    """Yields the cases. `case`: the benchmark's class. Operations count all scores, or half of them if causal."""
     batch, heads, length = (4, 16, 4096) if scale == 1 else (2, 2, max(128, 4096 // scale))  # a block at least
     for size in sizes if scale == 1 else (16,):
         shape = batch, heads, length, size

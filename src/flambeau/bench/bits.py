@@ -35,12 +35,12 @@ from flambeau.torch_compat.ops import foreach_lerp_
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT: dict[str, Any] = {"backend": "flambeau", "options": {"numerics": "eager"}}
-# Values of a distribution, values of a chain, chains, samples of an entry, networks.
+# Values of a distribution, values of a chain, number of chains, samples of an entry, number of networks.
 SIZES = {"large": (1 << 18, 1 << 16, 670, 2, 500), "tiny": (1 << 8, 257, 10, 1, 6)}
 LOST = "CUDA error"  # a CUDA context is unusable after it
-AT_ONCE = {"alone": 8, "chains": 10}  # kernels that one start of a compiler builds
+AT_ONCE = {"alone": 8, "chains": 10}  # kernels that one compiler process builds
 
-# Entries that say little about kernels of ours, or nothing; and those that come first among the others.
+# Entries that test few or no kernels of ours; other entries to treat as pointwise; entries to check first.
 LEFT_OUT = ("linalg", "fft", "svd", "eig", "lu", "sparse", "jiterator", "stft", "cholesky", "ormqr", "lobpcg", "masked",
             "empty", "matrix_exp", "pca")
 ALSO_POINTWISE = ("lerp", "addcmul", "addcdiv", "where", "clamp", "silu", "gelu", "glu", "logsigmoid", "prelu")
@@ -56,7 +56,7 @@ FORMS: dict[str, dict[str, Any]] = {"default": {}, "single": {"foreach": False},
                                     "fused": {"fused": True}}
 SCALED = torch.float16  # float32 parameters under autocast, with a GradScaler: it takes no gradients in half precision
 SHAPES = ((1,), (3, 5), (257, 129), (1024, 64))
-STEPS, OVERFLOW = 5, 2  # and the step whose gradients are infinite, where they are scaled
+STEPS, OVERFLOW = 5, 2  # OVERFLOW: the step whose gradients are infinite, if they are scaled
 
 
 @dataclass
@@ -81,7 +81,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def found(group: str, name: str, ours: Sequence[Any], eager: Sequence[Any]) -> Finding:
-    """Count the values that differ between two lists of tensors."""
+    """Counts the values that differ between two lists of tensors."""
     rows = [difference(f"result {k}", a, b) for k, (a, b) in enumerate(zip(eager, ours, strict=True))]
     off = [f"{r.name}: {r.note or f'{r.differ} of {r.total}, {r.max_ulps} ulps'}" for r in rows if not r.equal]
     return Finding(group, name, sum(r.total for r in rows), sum(r.differ for r in rows), "; ".join(off[:3]))
@@ -92,7 +92,7 @@ def found(group: str, name: str, ours: Sequence[Any], eager: Sequence[Any]) -> F
 
 def check_built(group: str, cases: Iterable[tuple[str, Callable[..., list[Tensor]], Sequence[Tensor]]]
                 ) -> list[Finding]:
-    """Each function of tensors as a graph of its own, all of them compiled together; a failure is a finding too."""
+    """Compiles each function of tensors as a graph of its own, all of them together; a failure is a finding too."""
     made: list[tuple[str, Callable[..., list[Tensor]], Sequence[Tensor], Any]] = []
     out: list[Finding] = []
 
@@ -160,7 +160,7 @@ def exactly(function: Any) -> Any:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """An error if nothing was compiled in the block: eager compared with itself proves nothing."""
+    """Raises an error if nothing was compiled in the block: comparing eager with itself proves nothing."""
     torch.compiler.reset()
     with collect() as graphs:
         yield
@@ -185,7 +185,7 @@ def check_large(name: str, dtype: torch.dtype, size: str, device: str) -> list[F
 
 
 def check_network(seed: int, dtype: torch.dtype, size: str, device: str) -> list[Finding]:
-    """A network drawn at random: its result, the gradients of its input and parameters, and its buffers."""
+    """Compares a random network: its result, the gradients of its input and parameters, and its buffers."""
     network, x = draw_network(seed, size)
     network, x = network.to(device, dtype), x.to(device, dtype)
 
@@ -198,7 +198,7 @@ def check_network(seed: int, dtype: torch.dtype, size: str, device: str) -> list
 
 
 def with_gradients(results: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors among the results, and the gradients of a weighted sum of them."""
+    """Returns the tensors among the results, and the gradients of a weighted sum of them."""
     tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
     smooth = [t for t in tensors if t.requires_grad]
     weights = [torch.linspace(-1, 1, t.numel(), device=t.device).to(t.dtype).view(t.shape) for t in smooth]
@@ -207,7 +207,7 @@ def with_gradients(results: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def beside_eager(case: Finding, evaluate: Callable[[Callable[[Any], Any]], list[Tensor]]) -> list[Finding]:
-    """Compare with eager; where eager itself is not reproducible, with deterministic kernels, if torch has them."""
+    """Compares with eager; if eager itself is not reproducible, with deterministic kernels, if torch has them."""
 
     def eager() -> list[Tensor]:
         torch.manual_seed(4)
@@ -221,26 +221,27 @@ def beside_eager(case: Finding, evaluate: Callable[[Callable[[Any], Any]], list[
 
     try:
         out = both()
-    except NotImplementedError:  # by torch, for this dtype
+    except NotImplementedError:  # raised by torch, for this dtype
         return []
     if out.unequal:
         plain, (ordered, refused) = eager(), warned(eager)
         if refused or any(found("", "", again, plain).unequal for again in (ordered, eager(), eager())):
             out, refused = warned(both)
-            # Some kernels add in any order, and torch does not count them among those that do.
+            # Some kernels add in any order, although torch does not list them as nondeterministic.
             if refused or not out.unequal or found("", "", warned(eager)[0], ordered).unequal:
                 out.unequal, out.note = 0, UNSTEADY
     return [out]
 
 
 def check_optimizer(kind: str, options: dict[str, Any], form: str, dtype: torch.dtype, device: str) -> list[Finding]:
-    """Parameters, state, averages (and the scale) after steps with clipping, each form against its own in eager."""
+    """Compares parameters, state, averages (and the scale) after steps with clipping, each form with the same in
+    eager."""
     make = partial(getattr(torch.optim, kind), **options, **FORMS[form])
     run = partial(scaled_steps if dtype is SCALED else plain_steps, make, dtype, device)
     try:
         eager = run(lambda f: f)
     except RuntimeError as error:
-        if form in str(error):  # torch has the form on other devices only
+        if form in str(error):  # torch has the form only on other devices
             return []
         raise
     with compiling():
@@ -296,7 +297,7 @@ def scaled_steps(make: Any, dtype: torch.dtype, device: str, by: Callable[[Any],
 
 
 def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Moved to the CPU: on which device the step counts are depends on the form of the optimizer."""
+    """Returns the state, moved to the CPU: which device has the step counts depends on the form of the optimizer."""
     return [t.cpu() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
 
@@ -304,7 +305,7 @@ def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def entry_names() -> tuple[list[str], list[str]]:
-    """Pointwise entries, and others by what they are about."""
+    """Returns pointwise entries, and the others, the most important first."""
     from flambeau.testing.opinfo import OPS
     from flambeau.torch_compat.testing import BinaryUfuncInfo, UnaryUfuncInfo
 
@@ -315,8 +316,8 @@ def entry_names() -> tuple[list[str], list[str]]:
 
 
 def tasks(size: str, device: str, seed: int = 0) -> list[Task]:
-    """In the order in which they are done: operators alone first, then some of each kind, whenever the time is over.
-    The seed is that of the first network."""
+    """Returns the tasks in their order: single operators first, then some of each kind, so that all kinds are covered
+    whenever the time is over. The seed is that of the first network."""
     count, length, chains, samples, networks = SIZES[size]
     names, (pointwise, others) = list(ALONE), entry_names()
     half = DTYPES[:2]
@@ -329,7 +330,7 @@ def tasks(size: str, device: str, seed: int = 0) -> list[Task]:
              for r in batches(len(names), "alone") for d in DTYPES for batch in [names[r.start:r.stop]]]
     entries = [Task("entries", f"{name} {short(d)}", partial(check_entry, name, d, samples, device))
                for name, d in [*product(pointwise, DTYPES), *((name, d) for d in half for name in others)]]
-    queues = {  # by how many are done in a round
+    queues = {  # by the number of tasks that are done in a round
         1: [Task("large", f"{name} {short(d)}", partial(check_large, name, d, size, device))
             for name, d in product(large("meta", "tiny"), half)],
         2: [Task("chains", f"{short(d)} {r.start}", partial(check_chains, d, shifted(r, k), length, device))

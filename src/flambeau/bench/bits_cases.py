@@ -39,7 +39,7 @@ LISTS: dict[str, Function] = {
 
 
 def of(count: int, f: Function) -> Function:
-    """A function of the first `count` of three tensors."""
+    """Returns a function of the first `count` of three tensors."""
     return lambda *tensors: f(*tensors[:count])
 
 
@@ -90,7 +90,8 @@ SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, 3.0, -3.0, 6.0, float("inf"), -
 
 
 def values(dtype: torch.dtype, count: int, device: str) -> list[Tensor]:
-    """Three tensors: special numbers, `count` of each of several distributions, and all bits, or some of float32."""
+    """Returns three tensors: special numbers, `count` values of each of several distributions, and all bit patterns, or
+    random ones for float32."""
     g = torch.Generator().manual_seed(5)
     normal = partial(torch.randn, count, generator=g)
     parts = [torch.tensor(SPECIAL), torch.tensor([0.0, -0.0, -0.0, 0.0]).repeat(2048), normal(), normal() * 30,
@@ -104,7 +105,7 @@ def values(dtype: torch.dtype, count: int, device: str) -> list[Tensor]:
 
 
 def large(device: str, size: str) -> dict[str, tuple[Function, list[tuple[int, ...]]]]:
-    """Name -> (function of leaves, shapes of the leaves)."""
+    """Returns name -> (function of leaves, shapes of the leaves)."""
     big, image, table, count = {"large": ((4096, 4096), (8, 64, 56, 56), (100000, 128), 8192),
                                 "tiny": ((96, 130), (2, 8, 14, 14), (100, 16), 64)}[size]
     g = torch.Generator().manual_seed(2)
@@ -117,7 +118,7 @@ def large(device: str, size: str) -> dict[str, tuple[Function, list[tuple[int, .
     zeros = torch.tensor([0.0, -0.0, -1.0], device=device)[draw(3, *big)]
 
     def tied(f: Function) -> Function:
-        """The function on zeros of both signs, which are ties."""
+        """Applies the function to zeros of both signs, which are ties."""
         return lambda x: f(torch.where(x > 99, x, zeros.to(x.dtype)))
 
     ties: dict[str, Function] = {

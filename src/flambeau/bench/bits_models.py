@@ -1,7 +1,7 @@
 """Trains networks with `numerics="eager"`: counts bits that differ from eager's, and measures step times.
 
-A part for each network (`numerics`). Losses, the first gradients, and parameters, state and generator after the last
-step are compared, with dropout and AdamW, both compiled; eager is run twice, as it may differ from itself.
+There is a part for each network (`numerics`). It compares losses, the first gradients, and parameters, state and
+generator after the last step, with dropout and AdamW, both compiled; eager runs twice, as it may differ from itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from flambeau.torch_compat.dynamo import allow_recompiles
 
 @dataclass(frozen=True)
 class Size:
-    """`draws` of weights and data are compared with float64 in batches of so many samples, before and after the other
-    dtype; `kept`: the seconds before the end after which a thing is left, so that steps can be timed."""
+    """The size of a run. `draws` of weights and data are compared with float64 in batches of `batch` samples, before
+    and after the other dtype; `kept`: seconds that a task has to leave for what follows, so that steps can be timed."""
 
     network: str
     steps: int
@@ -64,7 +64,7 @@ def losing(name: str, size: str, dtype: torch.dtype, device: str) -> tuple[Loss,
 
 
 def trained(name: str, size: str, dtype: torch.dtype, device: str) -> list[Finding]:
-    """A finding for losses, one for the first gradients, one for what there is at the end."""
+    """Returns a finding for losses, one for the first gradients, and one for the state at the end."""
     start, built = losing(name, size, dtype, device)
     data, steps = [built.make_inputs(seed=seed) for seed in (1, 2, 3)], SIZES[size].steps
 
@@ -101,7 +101,8 @@ def trained(name: str, size: str, dtype: torch.dtype, device: str) -> list[Findi
 
 
 def error(name: str, size: str, device: str, seed: int) -> tuple[float, float]:
-    """Errors of fast numerics against float64, as multiples of eager's: of the result, and of the gradients."""
+    """Returns the errors of fast numerics against float64, as multiples of eager's: of the result, and of the
+    gradients."""
     import flambeau.debug
 
     built = NETWORKS[name].build(SIZES[size].network, seed=seed, device=device, dtype=DTYPES[name])
@@ -117,7 +118,7 @@ def error(name: str, size: str, device: str, seed: int) -> tuple[float, float]:
 
 
 def step(name: str, size: str, device: str, options: dict[str, Any] | None) -> Callable[[], None]:
-    """A training step; of the optimizer, nothing is recorded."""
+    """Returns a training step; of the optimizer, nothing is recorded."""
     module, built = losing(name, size, DTYPES[name], device)
     inputs, optimizer = built.make_inputs(), torch.optim.AdamW(module.parameters(), LEARNING_RATE)
     call: Any = module
@@ -147,7 +148,7 @@ def part(talk: Talk, name: str, size: str, device: str) -> None:
     def errors(seeds: range) -> None:
         for seed in seeds:
             ratios.append(error(name, size, device, seed))
-            # Of the draws, not of their mean: where an input of a rectifier is as near to zero as its error, all of a
+            # Medians over draws, not means: where an input of a rectifier is as near to zero as its error, a whole
             # gradient depends on its sign, and a wrong sign is an error of a thousand times.
             results, gradients = (statistics.median(r) for r in zip(*ratios))
             talk.tell(error={name: gradients}, error_of_results={name: results}, draws={name: len(ratios)})

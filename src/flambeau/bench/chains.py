@@ -1,4 +1,4 @@
-"""Random chains of pointwise operators, which are compared with eager after fusion.
+"""Random chains of pointwise operators, compared with eager after fusion.
 
     names, run = chain(7)
     results = run(*inputs_of(7, torch.bfloat16, "cuda", 4099))
@@ -38,15 +38,16 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu slope": lambda a, b: torch.ops.aten.silu_backward(a, b),
     "gelu slope": lambda a, b: torch.ops.aten.gelu_backward(a, b),
 }
-TOO_LARGE = 1e4  # clamped: infinities would hide differences
+TOO_LARGE = 1e4  # values are clamped, because infinities would hide differences
 
 
 def chain(seed: int, longest: int = 12) -> tuple[str, Callable[..., list[Tensor]]]:
-    """Up to `longest` operators in a row, each on some of the values before it; and their names."""
+    """Returns the names of up to `longest` operators in a row, and a function that runs them, each on some values
+    before it."""
     draw = random.Random(seed)
     steps: list[tuple[Any, ...]] = []
     for k in range(draw.randint(2, longest)):
-        # Mostly what was computed last, so that it is a chain and not a bush.
+        # Mostly the last value, so that it is a chain and not a bush.
         places = [2 + k if draw.random() < 0.8 else draw.randrange(3 + k) for _ in range(2)]
         table = BINARY if draw.random() < 0.4 else UNARY
         steps.append((draw.choice(list(table)), *places))

@@ -3,7 +3,7 @@
     case = draw(7, "cpu")                       # the same seed, the same case
     case.function(*case.tensors("cpu"))
 
-Sizes are log-uniform and half of them odd, so that nothing in a compiler can be tuned to them.
+Sizes are log-uniform and half of them odd, so that a compiler cannot be tuned to them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Input:
-    """`order`: its dimensions as they lie in memory, the last one next to each other; `gap`: elements between rows."""
+    """An input. `order`: its dimensions in memory order, the contiguous one last; `gap`: elements between rows."""
 
     shape: Shape
     dtype: torch.dtype
     order: Shape
     gap: int = 0
-    below: int = 0  # of indices; 0: normal numbers
+    below: int = 0  # the upper limit of indices; 0: normal numbers
 
     def made(self, device: str) -> Tensor:
         stored = [self.shape[d] for d in self.order]
@@ -53,7 +53,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Case:
-    """`gradient`: forward and the gradients of all floating inputs; `dynamic`: compiled for any size."""
+    """A case. `gradient`: forward and the gradients of all floating inputs; `dynamic`: compiled for any size."""
 
     seed: int
     family: str
@@ -77,7 +77,7 @@ class Case:
 
 
 class Draw:
-    """What the families draw from."""
+    """The source of random choices for the families."""
 
     def __init__(self, seed: int, size: str) -> None:
         self.r = random.Random(seed)
@@ -88,12 +88,12 @@ class Draw:
         return self.r.choice(options)
 
     def side(self, most: float) -> int:
-        """Log-uniform; one half odd, the other a multiple of eight where it is large enough."""
+        """Draws a log-uniform size; one half odd, the other a multiple of eight if it is large enough."""
         n = max(1, round(2 ** self.r.uniform(0, math.log2(max(most, 1.0)))))
         return n | 1 if self.r.random() < 0.5 else n if n < 8 else n // 8 * 8
 
     def shape(self, rank: int, elements: float | None = None) -> Shape:
-        """About so many elements, shared out among the dimensions at random."""
+        """Draws a shape of about so many elements, distributed over the dimensions at random."""
         left = float(elements or self.elements)
         sizes: list[int] = []
         for k in range(rank, 1, -1):
@@ -105,7 +105,7 @@ class Draw:
         return tuple(sizes)
 
     def image(self, sides: int, channels: int | None = None, kernel: int = 3) -> Shape:
-        """(N, C, sides…), each side at least twice the kernel."""
+        """Draws (N, C, sides…), each side at least twice the kernel."""
         c = channels or max(1, self.side(512))
         side = max(2 * kernel, round((self.elements / c / self.pick(1, 2, 4, 8, 16)) ** (1 / sides)))
         around = tuple(max(2 * kernel, round(side * self.r.uniform(0.7, 1.4))) for _ in range(sides))
@@ -113,7 +113,7 @@ class Draw:
         return (n, c, *around)
 
     def laid(self, shape: Shape) -> Input:
-        """In one half of the cases in the order of its dimensions, without gaps."""
+        """Draws a layout: in half of the cases in the order of its dimensions, without gaps."""
         rank, order, gap = len(shape), tuple(range(len(shape))), 0
         kind = self.r.random()
         if rank > 2 and kind > 0.75:
@@ -338,7 +338,8 @@ def loss(d: Draw) -> Drawn:
 
 
 def draw(seed: int, size: str) -> Case:
-    """The case of a seed; a third of those that have gradients are measured with them, and a sixth for any size."""
+    """Returns the case of a seed; a third of the differentiable ones are measured with gradients, and a sixth of all
+    for any size."""
     d = Draw(seed, size)
     name = d.pick(*FAMILIES)
     what, function, inputs = FAMILIES[name](d)

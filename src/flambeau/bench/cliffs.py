@@ -1,10 +1,10 @@
-"""Measures random cases beside eager and Inductor, and lists the worst with what limits them.
+"""Measures random cases against eager and Inductor, and lists the worst with their limiting factors.
 
     flambeau bench cliffs --target cuda --cases 1000 --seed 17 --json results/cliffs-cuda.json
 
-Processes share the cases among them and compile side by side; each then measures alone, its backends in turns. On a GPU
-times are the device's, with the second-level cache flushed before each call. A case whose fastest backend takes less
-than 20 microseconds says nothing about kernels: it is left out and counted.
+Processes share the cases and compile in parallel; each then measures alone, its backends alternating. On a GPU times
+are the device's, with the second-level cache flushed before each call. A case whose fastest backend takes less than 20
+microseconds says nothing about kernels: it is left out and counted.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from flambeau.bench.parts import Talk, absorb, run, threads
 
 BACKENDS = ("eager", "inductor", "flambeau")
 SHORTEST = 20e-6  # seconds
-BATCH = 16  # cases of a process, at most
-ROUNDS, SECONDS = (5, 25), 0.05  # of a backend on a GPU: a thousand cases are to fit into minutes
-PREPARE = 0.7  # of the time, in which compilers run
-WITHIN = (1.05, 1.1, 1.5, 2.0)  # of the fastest peer
+BATCH = 16  # the most cases of a process
+ROUNDS, SECONDS = (5, 25), 0.05  # of a backend on a GPU: a thousand cases have to fit into minutes
+PREPARE = 0.7  # the share of the time in which compilers run
+WITHIN = (1.05, 1.1, 1.5, 2.0)  # multiples of the fastest peer's time
 WORST = 20
-PROFILED = 1.2  # times the fastest peer, from which on the kernels of a case are looked at
-TOLERANCE = 0.1  # of the largest value
+PROFILED = 1.2  # times the fastest peer's time, from which on the kernels of a case are profiled
+TOLERANCE = 0.1  # relative to the largest value
 
 
 @dataclass
 class CliffRow:
-    """`kernels`: of ours, and, where it is slow on a GPU, of each backend with registers, occupancy and so on."""
+    """A measured case. `kernels`: our kernels, and, if it is slow on a GPU, those of each backend with registers,
+    occupancy and so on."""
 
     name: str
     family: str
@@ -53,7 +54,7 @@ class CliffRow:
     errors: dict[str, str] = field(default_factory=dict)
 
     def ratio(self) -> float | None:
-        """Ours over the faster of the peers."""
+        """Our time over that of the fastest peer."""
         peers = [t for name, t in self.seconds.items() if name != "flambeau"]
         return self.seconds["flambeau"] / min(peers) if peers and "flambeau" in self.seconds else None
 
@@ -65,7 +66,7 @@ class CliffRow:
 
 
 def step(case: Case, backend: str) -> Callable[..., list[Tensor]]:
-    """Results, and with them the gradients of all floating inputs where the case has them."""
+    """Returns a function that computes results, and the gradients of all floating inputs if the case has them."""
     function = case.function
 
     def call(*inputs: Tensor) -> Any:
@@ -82,7 +83,7 @@ def step(case: Case, backend: str) -> Callable[..., list[Tensor]]:
 
     def both(*inputs: Tensor) -> list[Tensor]:
         out = [t for t in forward(*inputs) if t.requires_grad]
-        if not gradients:  # not ones: of the sum of a softmax or a norm there is nothing but rounding
+        if not gradients:  # not ones: the gradient of the sum of a softmax or a norm is nothing but rounding
             draw = torch.Generator(out[0].device).manual_seed(case.seed)
             gradients.extend(torch.empty_like(t).normal_(generator=draw) for t in out)
         leaves = [t for t in inputs if t.requires_grad]
@@ -92,9 +93,9 @@ def step(case: Case, backend: str) -> Callable[..., list[Tensor]]:
 
 
 def wrong(got: Sequence[Tensor], eager: Sequence[Tensor]) -> str:
-    """A look at the values, so that no wrong kernel is timed; tests elsewhere are the strict ones.
+    """Checks values roughly, so that no wrong kernel is timed; the tests are the strict ones.
 
-    Where all values are mere rounding, as the gradient of a softmax's sum, any value is right.
+    Where all values are mere rounding, such as the gradient of a softmax's sum, any value is right.
     """
     for mine, theirs in zip(got, eager, strict=True):
         if mine is None or theirs is None:
@@ -113,8 +114,8 @@ def prepare(case: Case, backends: Sequence[str], device: str, talk: Talk,
             ready: list[tuple[Case, dict[str, Callable[..., Any]]]]) -> None:
     """Compiles a case for every backend, and compares.
 
-    Inductor compiles last, as it takes longest: on a GPU, a case that another backend does in too short a time is left
-    out before it. Other processes compile at the same time, which makes times longer and never shorter.
+    Inductor compiles last, as it takes longest: on a GPU, a case that another backend runs in too short a time is
+    dropped before. Other processes compile at the same time, which makes times longer and never shorter.
     """
     import flambeau.debug
 
@@ -150,7 +151,7 @@ def times(calls: dict[str, Callable[[], Any]], device: str, seconds: float) -> d
 
 
 def profiled(calls: dict[str, Callable[[], Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The kernels of a call on a GPU, as torch's profiler sees them."""
+    """Returns the kernels of each call on a GPU, as torch's profiler reports them."""
     from torch.profiler import ProfilerActivity, profile
 
     found: dict[str, list[dict[str, Any]]] = {}
@@ -169,16 +170,17 @@ def profiled(calls: dict[str, Callable[[], Any]]) -> dict[str, list[dict[str, An
 
 
 def part(talk: Talk, seeds: Sequence[int], size: str, device: str, backends: Sequence[str], seconds: float) -> None:
-    """In a process of its own."""
+    """Measures some cases, in a process of its own."""
     from flambeau.torch_compat.dynamo import allow_recompiles
 
     allow_recompiles(64)
-    torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1))  # what all compilers need is no compiler's time
+    # initialisation that all compilers share should not count for one of them
+    torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1))
     ready: list[tuple[Case, dict[str, Callable[..., Any]]]] = []
     for seed in seeds:
         talk.attempt(f"case {seed}", partial(prepare, draw(seed, size), backends, device, talk, ready))
     if device == "cuda":
-        profiled({"": lambda: torch.zeros(1, device=device)})  # the first takes seconds
+        profiled({"": lambda: torch.zeros(1, device=device)})  # the first profile takes seconds
     talk.turn()
     for case, steps in ready:
         inputs = case.tensors(device)
@@ -196,7 +198,7 @@ def part(talk: Talk, seeds: Sequence[int], size: str, device: str, backends: Seq
 
 def measure(device: str, size: str, only: str | None, count: int, seed: int, backends: Sequence[str], jobs: int,
             limit: float) -> Iterator[tuple[list[CliffRow], dict[str, Any]]]:
-    """Rows and summary, again and again as there is more in them. `limit`: seconds for all of it."""
+    """Yields rows and summary, again whenever there is more in them. `limit`: seconds for all of it."""
     cases: list[Case] = []
     for number in range(seed, seed + 100 * count):
         if len(cases) < count and wanted(f"{(case := draw(number, size)).family} {case.what}", only):
@@ -205,7 +207,7 @@ def measure(device: str, size: str, only: str | None, count: int, seed: int, bac
     bandwidth = copy_bandwidth(torch.device(device))
     seeds = list(rows)
     turn = limit * (1 - PREPARE) / max(count, 1)
-    batch = max(1, min(BATCH, -(-count // jobs)))  # no process is without any
+    batch = max(1, min(BATCH, -(-count // jobs)))  # every process has some
     parts = {f"cases {k}": {"seeds": seeds[k:k + batch], "size": size, "device": device, "backends": list(backends),
                             "seconds": turn / 2} for k in range(0, len(seeds), batch)}
     for _, told in run("flambeau.bench.cliffs", parts, jobs, limit, limit * PREPARE, threads(jobs)):
@@ -215,7 +217,7 @@ def measure(device: str, size: str, only: str | None, count: int, seed: int, bac
 
 
 def summarise(rows: Sequence[CliffRow], bandwidth: float) -> dict[str, Any]:
-    """The distribution of ours over the faster peer, over the cases that are long enough."""
+    """Returns the distribution of our time over the fastest peer's, for the cases that are long enough."""
     ratios = [r for row in rows if not row.short() and (r := row.ratio()) is not None]
     first = [(row.first_s["flambeau"], row.first_s["inductor"]) for row in rows
              if {"flambeau", "inductor"} <= row.first_s.keys()]
@@ -226,7 +228,7 @@ def summarise(rows: Sequence[CliffRow], bandwidth: float) -> dict[str, Any]:
 
 
 def limits(row: CliffRow, bandwidth: float) -> str:
-    """What a slow case is up against, in short."""
+    """Describes briefly what limits a slow case."""
     ours = row.seconds["flambeau"]
     words = [f"{ours * bandwidth / max(row.bytes, 1):.1f} × its bytes", f"{row.launches} kernels"]
     for kernel in row.kernels.get("flambeau", [])[:2]:
@@ -235,7 +237,7 @@ def limits(row: CliffRow, bandwidth: float) -> str:
 
 
 def cliff_chart(rows: Sequence[CliffRow], title: str) -> str:
-    """Our time over the faster peer's, at the percentiles of the distribution and in the worst cases."""
+    """Draws our time over the fastest peer's, at percentiles of the distribution and for the worst cases."""
     from flambeau.report.chart import Series, ratio_chart
 
     ratios = sorted((r, row.name) for row in rows if not row.short() and (r := row.ratio()) is not None)

@@ -79,7 +79,7 @@ def in_process(name: str, size: str, backend: str, device: str, caches: Path, li
 
 def measure_compile(name: str, size: str, backends: Sequence[str], primed: Path, limit: float = 600.0,
                     device: str = "cpu", states: Sequence[str] = STATES) -> CompileRow:
-    """Seconds per state for one model; `primed` is a folder that keeps the trivial function's caches."""
+    """Returns seconds per state for one model; `primed` is a folder that keeps the trivial function's caches."""
     row = CompileRow(name)
     for backend in backends:
         seconds = row.seconds[backend] = {}
@@ -101,7 +101,7 @@ def measure_compile(name: str, size: str, backends: Sequence[str], primed: Path,
 
 
 def total_seconds(rows: Sequence[CompileRow], backends: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Sums over the models, left out where a model failed: a sum of fewer would look like a gain."""
+    """Returns sums over the models, left out where a model failed: a sum of fewer models would look like a gain."""
     return {backend: {state: sum(row.seconds[backend][state] for row in rows) for state in STATES
                       if all(state in row.seconds[backend] for row in rows)} for backend in backends}
 

@@ -3,9 +3,9 @@
     flambeau bench compiled --target cuda --json results/compiled-cuda.json
 
 Each network and mode is a part (`parts`), which compiles while others do, and is timed alone. `first_s` therefore are
-seconds on a busy machine, and ours after the first find kernels of the ones before; `flambeau bench compile` measures
-compile times. Memory is what a step needs beyond parameters and inputs: at most allocated at a time, and reserved,
-which is also what a recording holds while it does not run.
+seconds on a busy machine, and our later kinds find kernels that earlier ones compiled; `flambeau bench compile`
+measures compile times. Memory is what a step needs beyond parameters and inputs: the peak that is allocated, and the
+memory reserved, which is also what a recording holds while it does not run.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ KINDS: dict[str, dict[str, Any] | None] = {
     "graphs": {"backend": "flambeau", "options": {"graphs": True}}, "reduce": {"mode": "reduce-overhead"},
 }
 RECORDED = ("graphs", "reduce")
-PREPARE = 0.66  # of the time: after that, nothing more is compiled
-WARM = 4  # steps after the first: recordings are made in them
-BURST, ROUNDS = 0.08, (3, 7)  # seconds of steps in a row, which are one measurement; how many of those
+PREPARE = 0.66  # the share of the time after which nothing more is compiled
+WARM = 4  # steps after the first, in which recordings are made
+BURST, ROUNDS = 0.08, (3, 7)  # seconds of consecutive steps that make one measurement; the number of measurements
 MIB = 2**20
 
 
 @dataclass
 class CompiledRow:
-    """By kind, apart from the counts of tensors (output, gradients, buffers) that have other bits."""
+    """A network in a mode. Values are by kind, except the counts of tensors (output, gradients, buffers) whose bits
+    differ."""
 
     name: str
     mode: str
@@ -53,7 +54,7 @@ class CompiledRow:
     unequal_with_regions: int | None = None
     unequal_from_run_to_run: int | None = None
     unequal_recorded: int | None = None
-    one_order: bool = False  # compared with deterministic kernels, as they differed from run to run with others
+    one_order: bool = False  # compared with deterministic kernels, since others differed from run to run
     not_replayed: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -96,7 +97,7 @@ class Case:
         self.module.zero_grad(set_to_none=True)
 
     def settle(self) -> tuple[int, int]:
-        """Allocated and reserved bytes after everything unneeded was freed."""
+        """Returns allocated and reserved bytes after everything unneeded was freed."""
         self.clear()
         gc.collect()
         if not self.cuda:
@@ -106,7 +107,7 @@ class Case:
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
     def prepare(self, kind: str, talk: Talk) -> None:
-        """The first step, the next ones, and the memory of one more."""
+        """Runs the first step and the warm-up steps, and measures the memory of one more."""
         allocated, reserved = self.settle()
         step, start = self.step(kind), self.clock()
         step()
@@ -119,13 +120,13 @@ class Case:
             step()
             torch.cuda.synchronize()
             talk.tell(reserved_mib={kind: (torch.cuda.max_memory_reserved() - reserved) / MIB})
-            if kind not in RECORDED:  # a replay allocates nothing while it runs
+            if kind not in RECORDED:  # a replay allocates nothing
                 talk.tell(peak_mib={kind: (torch.cuda.max_memory_allocated() - allocated) / MIB})
         self.clear()
         self.steps[kind] = step
 
     def values(self, step: Callable[[], Tensor]) -> dict[str, Tensor]:
-        """Output, gradients and buffers of a step, after which buffers are as they were."""
+        """Returns output, gradients and buffers of a step, and restores the buffers."""
         before = {name: t.clone() for name, t in self.module.named_buffers()}
         torch.manual_seed(3)
         found = {"output": step().detach().clone()}
@@ -138,7 +139,8 @@ class Case:
         return found
 
     def compare(self, talk: Talk) -> None:
-        """Compare with and without regions, and run to run; where the latter differ, with deterministic kernels."""
+        """Compares results with and without regions, and from run to run; if runs differ, with deterministic
+        kernels."""
         def look(ours: Callable[[], Tensor], whole: Callable[[], Tensor]) -> tuple[int, int]:
             first = self.values(ours)
             counts = unequal(first, self.values(whole)), unequal(first, self.values(ours))
@@ -152,7 +154,7 @@ class Case:
             talk.tell(one_order=True)
 
     def compare_recorded(self, talk: Talk) -> None:
-        """Compare the recording with plain calls; no verdict where plain calls differ from run to run."""
+        """Compares the recording with plain calls; no verdict if plain calls differ from run to run."""
         first, recorded = self.values(self.steps["ours"]), self.values(self.steps["graphs"])
         if (count := unequal(first, recorded)) and unequal(first, self.values(self.steps["ours"])):
             talk.tell(skipped={"equality of recordings": "ours differs from run to run"})
@@ -160,7 +162,7 @@ class Case:
             talk.tell(unequal_recorded=count)
 
     def measure(self, seconds: float) -> dict[str, dict[str, float]]:
-        """Times of steps that follow one another, the kinds in turns."""
+        """Times consecutive steps, the kinds alternating."""
         times = alternate(self.steps, seconds, ROUNDS, clock=self.clock, burst=BURST)
         return {"ms": {kind: statistics.median(t) * 1e3 for kind, t in times.items()},
                 "spread": {kind: spread(t) for kind, t in times.items()}}
@@ -173,14 +175,14 @@ def unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> int:
 
 
 def part(talk: Talk, name: str, mode: str, size: str, device: str, kinds: Sequence[str], seconds: float) -> None:
-    """In a process of its own."""
+    """Measures a network in a mode, in a process of its own."""
     import flambeau.debug
     from flambeau.torch_compat.dynamo import allow_recompiles
 
     allow_recompiles(64)
     case = Case(name, mode, size, device)
     eager = case.step("eager")
-    for _ in range(2):  # workspaces of libraries are there before memory is measured
+    for _ in range(2):  # allocates workspaces of libraries before memory is measured
         eager()
     for kind in kinds:
         talk.attempt(kind, partial(case.prepare, kind, talk))
@@ -203,7 +205,7 @@ def part(talk: Talk, name: str, mode: str, size: str, device: str, kinds: Sequen
 
 def measure(device: str, size: str, modes: Sequence[str], only: str | None, kinds: Sequence[str], jobs: int,
             limit: float) -> Iterator[list[CompiledRow]]:
-    """The rows, again and again as there is more in them. `limit`: seconds for all of it."""
+    """Yields the rows, again whenever there is more in them. `limit`: seconds for all of it."""
     rows = {label: CompiledRow(name, mode) for mode in modes for name in NETWORKS
             if wanted(label := f"{name} {mode}", only)}
     skipped = {} if device == "cuda" else {kind: "nothing is recorded on the CPU" for kind in RECORDED if kind in kinds}

@@ -32,8 +32,8 @@ class Case:
     dynamic: bool = False
     aligned: bool = True
     made: Callable[[str], list[Tensor]] | None = None
-    peers: tuple[str, ...] = ()  # the only ones that can do it, where not all can
-    leaves: int = 64  # of its arguments, the first, that have gradients
+    peers: tuple[str, ...] = ()  # the only backends that support it, if not all do
+    leaves: int = 64  # only so many of the first arguments have gradients
     flex: Callable[..., Callable[..., Any]] | None = None  # of a device: the same as a call of flex_attention
 
     def tensors(self, device: str) -> list[Tensor]:
@@ -61,7 +61,7 @@ def dropped(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
     return r + F.dropout(F.linear(x, w, b), 0.1)
 
 
-# Name: the function, and how many matrices of the result's shape it has beside x, w and b.
+# Name: the function, and the number of matrices of the result's shape that it takes after x, w and b.
 TAILS: dict[str, tuple[Callable[..., Any], int]] = {
     "bias + tanh": (lambda x, w, b: torch.tanh(F.linear(x, w, b)), 0),
     "bias + sigmoid": (lambda x, w, b: torch.sigmoid(F.linear(x, w, b)), 0),
@@ -75,7 +75,7 @@ TAILS: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 def products(draw: random.Random, count: int, scale: int) -> Iterator[Case]:
-    """Square, tall and skinny ones; one in six with odd sizes."""
+    """Yields square, tall and skinny products; one in six with odd sizes."""
     for k in range(count):
         m, n, depth = (2 ** draw.uniform(6, 13), 2 ** draw.uniform(6, 13), 2 ** draw.uniform(6, 14))
         if k % 3 == 1:
@@ -114,12 +114,12 @@ def scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor 
 
 
 def fp8_products(scale: int) -> Iterator[Case]:
-    """One product by how its factors are scaled, and by how it is summed."""
+    """Yields one product for each way to scale its factors and to sum it."""
     m, n, depth = (max(BLOCK, size // scale // BLOCK * BLOCK) for size in (8192, 4096, 8192))
 
     def made(kind: str, device: str) -> list[Tensor]:
         factors = [torch.randn(size, depth, device=device).to(FP8) for size in (m, n)]
-        if kind == "block scales":  # of a in columns, one for each row and 128 elements; of b for each square
+        if kind == "block scales":  # for a in columns, one for each row and 128 elements; for b for each square
             of_a = torch.rand(depth // BLOCK, m, device=device).t()
             return [*factors, of_a, torch.rand(n // BLOCK, depth // BLOCK, device=device).t()]
         shapes = ((), ()) if kind == "per tensor" else ((m, 1), (1, n))
@@ -137,7 +137,7 @@ def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def experts(draw: random.Random, scale: int) -> Iterator[Case]:
-    """Rows that go to experts as drawn, and one product of as many rows."""
+    """Yields products with rows assigned to experts at random, and one plain product of as many rows."""
     rows, depth, columns = (max(64, size // scale) for size in (16384, 4096, 4096))
     work = 2.0 * rows * depth * columns
     yield Case(f"one, {rows} x {columns} x {depth}", GROUPED, product, ((rows, depth), (columns, depth)), work)

@@ -1,9 +1,9 @@
-"""Measures what the choice between product kernels costs, and whether it is the same in each process.
+"""Measures what the choice between product kernels costs, and whether every process makes the same choice.
 
     python -m flambeau.bench.contraction_search cuda 1000 512 768
 
-prints the seconds of a first call and whose kernel each product is. `measure` runs that with empty caches, some times,
-and once more with the caches that the first of them left.
+prints the seconds of a first call and whose kernel each product uses. `measure` runs that several times with empty
+caches, and once more with the caches that the first run left.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PATIENCE = 300  # seconds of one process
+PATIENCE = 300  # seconds for one process
 
 
 @dataclass
 class SearchRow:
-    """Seconds of the first call of a compiled product, beside those of a call that compiles nothing."""
+    """The seconds of the first call of a compiled product, without caches and with them."""
 
     name: str
     group: str = "search"
     cold_s: list[float] = field(default_factory=list)
     second_s: float | None = None
-    choices: list[list[str]] = field(default_factory=list)  # whose kernels, of each process
+    choices: list[list[str]] = field(default_factory=list)  # whose kernels, for each process
     errors: list[str] = field(default_factory=list)
 
     @property
@@ -38,14 +38,14 @@ class SearchRow:
 
 
 def first_call(device: str, rows: int, columns: int, depth: int) -> dict[str, object]:
-    """In a process of its own, with the caches of its environment."""
+    """Measures a first call, in a process of its own, with the caches of its environment."""
     import torch
     import torch.nn.functional as F
 
     import flambeau.debug
 
     x, w, b = (torch.randn(s, device=device).to(torch.bfloat16) for s in ((rows, depth), (columns, depth), (columns,)))
-    F.gelu(F.linear(x, w, b))  # libraries start
+    F.gelu(F.linear(x, w, b))  # initializes libraries
     begin = time.perf_counter()
     with flambeau.debug.collect() as graphs:
         float(torch.compile(lambda x, w, b: F.gelu(F.linear(x, w, b)), backend="flambeau")(x, w, b).sum())
@@ -66,7 +66,7 @@ def run(device: str, sizes: Sequence[int], cache: Path, row: SearchRow) -> float
 
 
 def measure(device: str, sizes: Sequence[int], times: int, end: float) -> SearchRow:
-    """As often as there is time for, until `end` on the clock of time.perf_counter."""
+    """Measures as often as there is time for, until `end` on the clock of time.perf_counter."""
     row = SearchRow(" x ".join(map(str, sizes)))
     for turn in range(times):
         if time.perf_counter() > end:

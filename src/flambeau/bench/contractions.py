@@ -1,11 +1,11 @@
-"""Measures matrix products, fused operators, FP8, attention and experts beside the library, eager and Inductor.
+"""Measures matrix products, fused operators, FP8, attention and experts against the library, eager and Inductor.
 
     flambeau bench contractions --target cuda --only products,tails,FP8,experts,search --json results/contractions.json
 
-The seed of the shapes is drawn unless it is given, and stands in the summary with the numbers that decide (`bars`).
-Calls are recorded in CUDA graphs, so that times are the device's; backends take turns, and times are medians. `own` has
-kernels of ours alone, `flambeau` the choice between those and the library; `autotuned` is Inductor's max-autotune.
-Attention is measured as flex_attention too, under Inductor (`flex`) and under Flambeau (`flambeau flex`).
+The seed of the shapes is random unless it is given; the summary has it, with the numbers that decide (`bars`). Calls
+are recorded in CUDA graphs, so that times are the device's; backends alternate, and times are medians. `own` uses only
+our kernels, `flambeau` the choice between those and the library; `autotuned` is Inductor's max-autotune. Attention is
+measured as flex_attention too, under Inductor (`flex`) and under Flambeau (`flambeau flex`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ContractionRow:
     operations: float
     aligned: bool
     seconds: dict[str, float] = field(default_factory=dict)
-    first_s: dict[str, float] = field(default_factory=dict)  # until the first call was done
-    error: dict[str, float] = field(default_factory=dict)  # of the results, against those of the first backend
+    first_s: dict[str, float] = field(default_factory=dict)  # until the first call has finished
+    error: dict[str, float] = field(default_factory=dict)  # of the results, relative to those of the first backend
     choices: list[str] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ def step(case: Case, backend: str, device: str) -> Callable[..., list[Tensor]]:
 
 
 def recorded(call: Callable[[], Any], device: str) -> tuple[Callable[[], Any], int]:
-    """A replay of so many calls; the call itself where it cannot be recorded."""
+    """Returns a replay of several calls, and their number; the call itself if it cannot be recorded."""
     if device != "cuda":
         return call, 1
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -98,14 +98,14 @@ def recorded(call: Callable[[], Any], device: str) -> tuple[Callable[[], Any], i
         with torch.cuda.graph(graph, stream=side):
             for _ in range(count):
                 call()
-    except Exception:  # it waits for the device, or asks the host
+    except Exception:  # it waits for the device, or needs the host
         torch.cuda.synchronize()
         return call, 1
     return graph.replay, count
 
 
 def error(made: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest over all results of |made - exact| / |exact|, in norms."""
+    """Returns the largest |made - exact| / |exact| of all results, in norms."""
     return max((float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
                 for a, b in zip(made, exact, strict=True) if a.is_floating_point()), default=0.0)
 
@@ -145,7 +145,8 @@ def measure_case(case: Case, backends: Sequence[str], device: str) -> Contractio
     for turn in range(ROUNDS):
         for backend in [*calls][:: 1 if turn % 2 == 0 else -1]:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            calls[backend][0]()  # while it runs, the host launches what is measured: its time is no part of that
+            # while it runs, the host launches the measured calls, so that host time is not measured
+            calls[backend][0]()
             start.record()
             calls[backend][0]()
             end.record()
@@ -182,7 +183,7 @@ def summarise(rows: Sequence[ContractionRow | SearchRow], seed: int | None = Non
 
 
 def bars(rows: Sequence[ContractionRow | SearchRow]) -> dict[str, Any]:
-    """The numbers that decide beyond those of each group; None for what was not measured."""
+    """Returns the deciding numbers in addition to those of each group; None for what was not measured."""
     timed = [r for r in rows if isinstance(r, ContractionRow)]
     own = [x for r in timed if r.group == "products" and r.aligned and depth_of(r) >= 512
            and (x := r.ratio("own")) is not None]

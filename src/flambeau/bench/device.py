@@ -1,4 +1,4 @@
-"""Measures the host time of operators on the device, beside PyTorch's CPU device, in turns.
+"""Measures the host time of operators on the device against PyTorch's CPU device, alternating.
 
     python -m flambeau.bench.device
 
@@ -19,11 +19,11 @@ from flambeau.device.torch_module import NAME
 
 COUNT, ROUNDS = 500, 20
 SHAPE = (64, 32)
-LIMITS = {"operator": 15.0, "view": 2.0}  # microseconds that we mean to stay below
+LIMITS = {"operator": 15.0, "view": 2.0}  # the limits in microseconds that we aim for
 
 
 def calls(device: str) -> dict[tuple[str, str], Callable[[], Any]]:
-    """By what kind of call it is and by name."""
+    """Returns the calls, by kind and name."""
     x, y = torch.ones(SHAPE, device=device), torch.ones(SHAPE, device=device)
     return {
         ("operator", "x * y"): lambda: x * y,
@@ -38,9 +38,10 @@ def calls(device: str) -> dict[tuple[str, str], Callable[[], Any]]:
 
 
 def measure(count: int = COUNT, rounds: int = ROUNDS) -> list[tuple[str, str, float, float, float]]:
-    """(kind, name, microseconds on the device, on the CPU, best of the device) of each call.
+    """Returns (kind, name, microseconds on the device, on the CPU, best of the device) of each call.
 
-    Medians of rounds in turns, and the best: where the device is the host's own cores, kernels take the host's time.
+    Times are medians of alternating rounds, and the best: if the device is the host's own cores, kernels take the
+    host's time.
     """
     enable_device()
     ours, theirs = calls(NAME), calls("cpu")

@@ -1,4 +1,4 @@
-"""Measures memory-bound operators of the device beside a copy and, if the device is a CPU, beside PyTorch's CPU.
+"""Measures memory-bound operators of the device against a copy and, if the device is a CPU, against PyTorch's CPU.
 
     flambeau bench device
 
@@ -22,15 +22,15 @@ from flambeau.device.enable import enable_device
 from flambeau.device.torch_module import NAME
 from flambeau.targets.opencl.device import devices
 
-SIDES = {"full": 8192, "small": 1536, "tiny": 64}  # of the square matrices
-ROUNDS, SECONDS = 9, 0.05  # times of a call; seconds of calls in a row, which are one of them
+SIDES = {"full": 8192, "small": 1536, "tiny": 64}  # sides of the square matrices
+ROUNDS, SECONDS = 9, 0.05  # measurements of a call; seconds of consecutive calls that make one
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 
 class Case(NamedTuple):
     group: str
     name: str
-    moved: float  # bytes, by those of a float32 matrix
+    moved: float  # bytes, in units of a float32 matrix
     call: Callable[[Tensor, Tensor, Tensor], Any]
 
 
@@ -45,7 +45,7 @@ def norm_gradients(x: Tensor, y: Tensor) -> Any:
     return torch.ops.aten.native_layer_norm_backward(x, y, size, mean, scale, y[0], y[1], [True, True, True])
 
 
-# Of two square matrices and one to write to.
+# Functions of two square matrices and one for the result.
 CASES = (
     Case("map", "copy", 2, lambda x, y, o: o.copy_(x)),
     Case("map", "add", 3, lambda x, y, o: torch.add(x, y, out=o)),
@@ -105,5 +105,5 @@ def check(case: Case, there: list[Tensor], host: list[Tensor]) -> None:
         case.call(*there), case.call(*host)))
     for x, y in zip(got, want, strict=True):
         close = TOLERANCE.get(y.dtype, 0.0)
-        # Long sums: by the largest.
+        # Long sums are compared relative to the largest value.
         torch.testing.assert_close(x, y, rtol=close, atol=close * float(y.abs().max()) if close else 0.0)

@@ -1,9 +1,9 @@
-"""Measures training steps and a matrix product on the device, beside PyTorch's CPU device, in turns.
+"""Measures training steps and a matrix product on the device against PyTorch's CPU device, alternating.
 
     flambeau bench device-steps
 
-A step is forward, loss, backward and AdamW. Each is waited for, as a loop is that reads its loss. The losses of the
-first steps are compared before anything is timed.
+A step is forward, loss, backward and AdamW. Each step is waited for, as in a loop that reads its loss. The losses of
+the first steps are compared before anything is timed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Operators that are limited by memory bandwidth, in sizes that are large enough for a GPU.
 
-Every case says what it moves: each input read once, each output written once. Inputs that an operator takes and need
-not read are left out, and so are those of less than a percent, such as the offsets of bags.
+Every case has the bytes it moves: each input read once, each output written once. Inputs that an operator takes but
+need not read are left out, and so are those of less than a percent, such as the offsets of bags.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sizes:
     volume: tuple[int, ...]
     image: tuple[int, ...]
     table: tuple[int, int]  # of the embedding bags
-    bags: tuple[int, int]  # how many, and the length of each
+    bags: tuple[int, int]  # the number, and the length of each
     rows: tuple[int, int]  # of index_add_
 
 
@@ -43,7 +43,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Draw:
-    """Random inputs of one size, dtype and device; `strided`: not in the order of their dimensions."""
+    """A source of random inputs of one size, dtype and device; `strided`: not in the order of their dimensions."""
 
     sizes: Sizes
     dtype: torch.dtype
@@ -58,7 +58,8 @@ class Draw:
         return self.laid((torch.rand(shape, device=self.device) * (high - low) + low).to(self.dtype))
 
     def laid(self, x: Tensor) -> Tensor:
-        """Transposed, channels last, or every other element of something longer."""
+        """Returns x in a strided layout if asked for: transposed, channels last, or every other element of a longer
+        tensor."""
         if not self.strided:
             return x
         if x.dim() == 1:
@@ -82,7 +83,7 @@ def everything(inputs: Tensors, outputs: Tensors) -> int:
 
 
 def without(*unread: int) -> Moved:
-    """All but the inputs at these places."""
+    """Counts all bytes except those of the inputs at these positions."""
     return lambda inputs, outputs: size_of(*(t for k, t in enumerate(inputs) if k not in unread), *outputs)
 
 
@@ -92,7 +93,7 @@ def only_written(inputs: Tensors, outputs: Tensors) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """`operator` is ATen's name. An operator in place changes its first input, which `run` returns."""
+    """A case. `operator` is ATen's name. An in-place operator changes its first input, which `run` returns."""
 
     name: str
     group: str
@@ -113,7 +114,7 @@ def square(draw: Draw) -> Tensors:
 
 
 def near_one(draw: Draw) -> Tensors:
-    """For products, which would leave the range."""
+    """Draws numbers near one, for products, which would overflow otherwise."""
     return (draw.uniform(0.98, 1.02, *draw.sizes.square),)
 
 
@@ -152,7 +153,7 @@ def max_pool_gradient(gradient: Tensor, x: Tensor, indices: Tensor) -> Tensor:
 
 
 def pooled(make: Make) -> Make:
-    """The gradient of a pooling's result, its input and its indices."""
+    """Draws the gradient of a pooling's result, its input and its indices."""
     def drawn(draw: Draw) -> Tensors:
         (x,) = make(draw)
         result, indices = max_pool(x, 3, 2, 1)
@@ -161,7 +162,7 @@ def pooled(make: Make) -> Make:
 
 
 def halved(draw: Draw) -> Tensors:
-    """A volume pooled by two, the indices, and the volume for its shape."""
+    """Draws a volume pooled by two, the indices, and the volume for its shape."""
     (x,) = volume(draw)
     return *max_pool(x, 2, 2, 0), x
 
@@ -175,14 +176,14 @@ def random_grid(draw: Draw) -> Tensors:
 
 
 def smooth_grid(draw: Draw) -> Tensors:
-    """An affine warp: neighbours read neighbours."""
+    """Draws an affine warp: neighbours read neighbours."""
     (x,) = volume(draw)
     warp = torch.tensor([[0.9, 0.1, 0.0, 0.05], [-0.1, 0.9, 0.0, 0.0], [0.0, 0.05, 0.95, 0.0]], device=draw.device)
     return x, F.affine_grid(warp.expand(x.shape[0], 3, 4), list(x.shape), align_corners=False).to(draw.dtype)
 
 
 def with_gradient(make: Make) -> Make:
-    """A gradient of the shape of the first input, before the inputs."""
+    """Draws a gradient with the shape of the first input, followed by the inputs."""
     def drawn(draw: Draw) -> Tensors:
         inputs = make(draw)
         return draw.normal(*inputs[0].shape), *inputs
@@ -193,7 +194,7 @@ def with_gradient(make: Make) -> Make:
 
 
 def bags(draw: Draw) -> Tensors:
-    """The table, indices, offsets and weights."""
+    """Draws the table, indices, offsets and weights."""
     (rows, dim), (count, length) = draw.sizes.table, draw.sizes.bags
     total = count * length
     return (draw.normal(rows, dim), draw.index(rows, total), torch.arange(0, total, length, device=draw.device),
@@ -201,14 +202,14 @@ def bags(draw: Draw) -> Tensors:
 
 
 def bag(mode: int) -> Callable[..., Tensor]:
-    """Weighted where it is a sum: there are no weighted maxima."""
+    """Returns the operator, weighted if it is a sum: there are no weighted maxima."""
     def run(table: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
         return aten._embedding_bag(table, indices, offsets, False, mode, False, weights if mode == SUM else None)[0]
     return run
 
 
 def looked_up(inputs: Tensors, outputs: Tensors) -> int:
-    """A row of the table for every index."""
+    """Counts a row of the table for every index."""
     table, indices = inputs[:2]
     return indices.numel() * size_of(table[0]) + size_of(indices, *outputs)
 
@@ -218,7 +219,7 @@ def bag_gradient_inputs(mode: int) -> Make:
         table, indices, offsets, weights = bags(draw)
         count, length = draw.sizes.bags
         result, _, lengths, chosen = aten._embedding_bag(table, indices, offsets, False, mode)
-        # Not every device returns which bag an index is in, and the gradient asks for it.
+        # Not every device returns which bag an index is in, but the gradient needs it.
         bag_of = torch.arange(count, device=draw.device).repeat_interleave(length)
         return draw.normal(*result.shape), indices, bag_of, lengths, chosen, weights, table
     return drawn
@@ -233,13 +234,13 @@ def bag_gradient(mode: int) -> Callable[..., Tensor]:
 
 
 def gradient_per_index(inputs: Tensors, outputs: Tensors) -> int:
-    """The gradient, its row once more for every index, and the indices."""
+    """Counts the gradient, its row once more for every index, and the indices."""
     gradient, indices = inputs[:2]
     return indices.numel() * size_of(gradient[0]) + size_of(gradient, indices, *outputs)
 
 
 def gradient_and_choice(inputs: Tensors, outputs: Tensors) -> int:
-    """The gradient and which row each of its elements is for, which fits into 32 bits."""
+    """Counts the gradient and the row that each of its elements is for, which fits into 32 bits."""
     gradient = inputs[0]
     return size_of(gradient, *outputs) + 4 * gradient.numel()
 
@@ -299,7 +300,8 @@ CASES: tuple[Case, ...] = (
 
 
 def chosen(only: str | None = None, directions: Iterable[str] = (FORWARD, GRADIENT)) -> list[Case]:
-    """The cases of these directions whose group or name holds one of the parts of `only`, separated by commas."""
+    """Returns the cases of these directions whose group or name contains one of the parts of `only`, separated by
+    commas."""
     parts = only.split(",") if only else [""]
     return [case for case in CASES if case.direction in directions
             and any(part in f"{case.group}/{case.name} {case.direction}" for part in parts)]

@@ -1,9 +1,9 @@
-"""Measures how far operators are from the memory limit, beside eager, Inductor and FlagGems, in one run.
+"""Measures how far operators are from the memory limit, against eager, Inductor and FlagGems, in one run.
 
 The floor of a case is the time that its bytes take at the bandwidth of a device copy, measured first. On a GPU times
-come from CUDA events, with the second-level cache flushed before every call; those of small calls are of many in a row,
-with what the host does for each. Results are compared with eager's, both
-against float64, except those of random operators.
+come from CUDA events, with the second-level cache flushed before every call. Small calls are timed many in a row,
+including the host's work for each. Results are compared with eager's, both against float64, except for random
+operators.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from flambeau.eager.accelerate import accelerate
 
 FLAGGEMS = "flaggems"
 PEERS = ("eager", "inductor", FLAGGEMS)
-ACCELERATE = "accelerate"  # eager calls, with our kernels behind them
+ACCELERATE = "accelerate"  # eager calls, executed by our kernels
 SETTLED = 40  # calls after which a gate has timed its kernel against torch's and chosen
 OURS = ("flambeau", ACCELERATE)
-REFERENCE = 4.3e12  # bytes per second of an H200's device copy, to compare runs with one another
+REFERENCE = 4.3e12  # bytes per second of an H200's device copy, for comparing runs with one another
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
-# Written before each call: several times the second-level cache, and long enough for the host to run ahead, so that
-# the events are around the kernels and not around the host's work.
+# Written before each call: several times the second-level cache, and long enough for the host to run ahead, so that the
+# events measure the kernels and not the host's work.
 FLUSH_BYTES = 1 << 29
 MEMORY_SPEED = 5e12  # bytes per second, about that of the fastest GPUs
 MOST_FLUSHES = 20
 WARMUP, ROUNDS, SECONDS = 3, (5, 100), 0.3
 IN_A_ROW = 100
-# Against float64, relative to the largest value. Where eager itself is further off, four times its error is allowed.
+# Against float64, relative to the largest value. If eager itself is further off, four times its error is allowed.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 EAGER_ERRORS = 4.0
 
 
 @dataclass
 class FloorRow:
-    """One case. `errors` says what is wrong with a backend: its results, or, where it has no time, all of it."""
+    """A measured case. `errors` has the fault of a backend: of its results, or, if it has no time, of the whole run."""
 
     name: str
     group: str
@@ -54,14 +54,14 @@ class FloorRow:
     bytes: int = 0
     floor: float = 0.0  # seconds
     seconds: dict[str, float] = field(default_factory=dict)
-    accuracy: dict[str, float] = field(default_factory=dict)  # largest error by the largest value
+    accuracy: dict[str, float] = field(default_factory=dict)  # largest error relative to the largest value
     errors: dict[str, str] = field(default_factory=dict)
 
     def ratio(self, backend: str) -> float | None:
         return self.seconds[backend] / self.floor if backend in self.seconds else None
 
     def over_best_peer(self, backend: str) -> float | None:
-        """Its time over that of the fastest peer in the same run."""
+        """Returns its time over that of the fastest peer in the same run."""
         peers = [self.seconds[peer] for peer in PEERS if peer in self.seconds]
         return self.seconds[backend] / min(peers) if backend in self.seconds and peers else None
 
@@ -70,7 +70,8 @@ class FloorRow:
 
 
 def cuda_times(call: Callable[[], Any], rounds: tuple[int, int] = ROUNDS, limit: float = SECONDS) -> list[float]:
-    """Of the device alone: it is kept busy before each call for as long as the host takes to launch it."""
+    """Returns times of the device alone: it is kept busy before each call for as long as the host takes to launch
+    it."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     flushes = 1
 
@@ -90,7 +91,7 @@ def cuda_times(call: Callable[[], Any], rounds: tuple[int, int] = ROUNDS, limit:
     first = min(seconds([once() for _ in range(WARMUP)]))
     begin = time.perf_counter()
     call()
-    host = time.perf_counter() - begin  # at most: a full queue makes the host wait
+    host = time.perf_counter() - begin  # an upper bound: a full queue makes the host wait
     torch.cuda.synchronize()
     flushes += min(MOST_FLUSHES, int(2 * host / (FLUSH_BYTES / MEMORY_SPEED)))
     return seconds([once() for _ in range(max(rounds[0], min(rounds[1], int(limit / max(first, 1e-9)))))])
@@ -103,7 +104,7 @@ TIMES: dict[str, Callable[[Callable[[], Any]], list[float]]] = {
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written."""
+    """Returns bytes per second, read and written."""
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / statistics.median(TIMES[device.type](lambda: target.copy_(source)))
@@ -113,13 +114,13 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def available(backends: Sequence[str]) -> list[str]:
-    """Without FlagGems where it is not installed."""
+    """Returns the backends, without FlagGems if it is not installed."""
     return [b for b in backends if b != FLAGGEMS or importlib.util.find_spec("flag_gems") is not None]
 
 
 @contextlib.contextmanager
 def backend_of(backend: str, case: Case, device: str) -> Iterator[Callable[..., Any] | None]:
-    """The operator by a backend, or None where the backend would only pass the call on to eager."""
+    """Yields the operator by a backend, or None if the backend would only pass the call on to eager."""
     if backend == ACCELERATE:
         with accelerate(device, wait=True):
             yield case.run
@@ -140,7 +141,7 @@ def flat(result: Any) -> Tensors:
 
 
 def computed(run: Callable[..., Any], case: Case, inputs: Tensors) -> Tensors:
-    """Results; the inputs stay unchanged."""
+    """Returns the results; the inputs stay unchanged."""
     return flat(run(*(inputs[0].clone(), *inputs[1:]) if case.in_place else inputs))
 
 
@@ -149,11 +150,11 @@ def widened(inputs: Tensors) -> Tensors:
 
 
 def error(got: Tensors, exact: Tensors) -> float:
-    """The largest error of the results, relative to the largest value of each; a NaN stays a NaN."""
+    """Returns the largest error of the results, relative to the largest value of each; a NaN stays a NaN."""
     worst = torch.zeros((), dtype=torch.float64)
     for value, wanted in zip(got, exact):
         if value.is_floating_point():
-            # Where both hold the same infinity, or NaN, nothing is wrong.
+            # Where both hold the same infinity, or NaN, there is no error.
             same = (value.double() == wanted) | (value.isnan() & wanted.isnan())
             off = torch.where(same, 0.0, (value.double() - wanted).abs()).max()
             scale = wanted.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp_min(torch.finfo(value.dtype).tiny)
@@ -162,7 +163,7 @@ def error(got: Tensors, exact: Tensors) -> float:
 
 
 def fault(got: Tensors, eager: Tensors, found: float | None, of_eager: float) -> str | None:
-    """What is wrong with results whose error is `found` (None: random ones), if something is."""
+    """Returns what is wrong with results whose error is `found` (None: random ones), or None."""
     for a, b in zip(got, eager):
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{a.dtype}{list(a.shape)} where eager gives {b.dtype}{list(b.shape)}"
@@ -179,7 +180,7 @@ def fault(got: Tensors, eager: Tensors, found: float | None, of_eager: float) ->
 
 
 def measure_case(case: Case, draw: Draw, backends: Sequence[str], bandwidth: float, limit: float = 120.0) -> FloorRow:
-    """Times and checks one case; a backend has `limit` seconds for it, compilation included."""
+    """Times and checks one case; each backend has `limit` seconds for it, including compilation."""
     row, late = FloorRow(case.name, case.group, case.direction), TimeoutError(f"took longer than {limit:g} seconds")
     try:
         with deadline(limit, late):
@@ -236,7 +237,8 @@ def drawer(size: str, dtype: str, target: str, strided: bool = False) -> Draw:
 
 
 def summarise(rows: Sequence[FloorRow], backends: Sequence[str], bandwidth: float) -> dict[str, Any]:
-    """Geometric means of the ratios to the floor, over the cases that a backend has; some without grid sampling."""
+    """Returns geometric means of the ratios to the floor, over each backend's cases, and the same without grid
+    sampling."""
     def mean(backend: str, kept: Callable[[FloorRow], bool]) -> float | None:
         ratios = [r for row in rows if kept(row) and (r := row.ratio(backend)) is not None]
         return geometric_mean(ratios) if ratios else None
@@ -255,6 +257,6 @@ def times(ratio: float | None) -> str:
 
 
 def line(row: FloorRow, backends: Sequence[str]) -> str:
-    """A row while the others are still to come."""
+    """Returns the text of a row, printed before the others are finished."""
     parts = [f"{b} {mark(row, b)}{times(row.ratio(b))}" for b in backends if b in row.seconds or b in row.errors]
     return f"{row.name} {row.mode}: floor {row.floor * 1e3:.3f} ms; {', '.join(parts)}"

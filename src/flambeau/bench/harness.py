@@ -1,4 +1,4 @@
-"""Measuring: the backends take turns in one process, so that changes of the machine affect all of them.
+"""Measuring: the backends alternate in one process, so that changes of the machine affect all of them.
 
 A backend is "eager", or a `torch.compile` backend with options after a colon:
 "inductor:freezing=True+max_autotune=False".
@@ -34,7 +34,7 @@ NOISY = 0.25  # a spread from which on a time is marked
 class Row:
     """One measured case. `errors` holds the message of a backend that failed; it then has no time.
 
-    `seconds` are medians and `best` minima; where `spread` is large the machine was busy with something else.
+    `seconds` are medians and `best` minima; if `spread` is large the machine was busy with something else.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Row:
     errors: dict[str, str] = field(default_factory=dict)
 
     def ratio(self, backend: str, base: str) -> float | None:
-        """How many times faster than `base`, or None where one of them has no time."""
+        """Returns how many times faster than `base` it is, or None if one of them has no time."""
         if backend in self.seconds and base in self.seconds:
             return self.seconds[base] / self.seconds[backend]
         return None
@@ -61,7 +61,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def spread(times: Sequence[float]) -> float:
-    """The interquartile range as a part of the median: how far to trust the median."""
+    """Returns the interquartile range relative to the median: how far to trust the median."""
     low, middle, high = statistics.quantiles(times, n=4)
     return (high - low) / middle
 
@@ -69,10 +69,10 @@ def spread(times: Sequence[float]) -> float:
 def alternate(calls: Mapping[str, Callable[[], Any]], limit: float = 3.0, rounds: tuple[int, int] = (5, 200),
               warmup: int = 2, clock: Callable[[], float] = time.perf_counter, count: int = 1, burst: float = 0.0,
               wait: Callable[[], Any] = lambda: None) -> dict[str, list[float]]:
-    """Seconds of each callable: every round times each once, in rotated order, until `limit` seconds are gone.
+    """Returns seconds of each callable: every round times each once, in rotated order, until `limit` seconds are gone.
 
-    At least `rounds[0]` rounds are run and at most `rounds[1]`. A time is the mean of `count` calls in a row, or of as
-    many as take `burst` seconds; `wait` is called before them, while no clock runs.
+    At least `rounds[0]` rounds are run and at most `rounds[1]`. A time is the mean of `count` consecutive calls, or of
+    as many as take `burst` seconds; `wait` is called before them, while no clock runs.
     """
     def seconds(call: Callable[[], Any], count: int) -> float:
         wait()
@@ -101,7 +101,7 @@ def alternate(calls: Mapping[str, Callable[[], Any]], limit: float = 3.0, rounds
 
 
 def group_ratios(rows: Iterable[Row], backend: str, base: str) -> dict[str, float]:
-    """Geometric mean of the speed-ups in each group of rows, and over "all"."""
+    """Returns the geometric mean of the speed-ups in each group of rows, and over "all"."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         ratio = row.ratio(backend, base)
@@ -123,7 +123,7 @@ def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 
 def literal(text: str) -> Any:
-    """A number, True, False or None; any other text is itself."""
+    """Parses a number, True, False or None; returns any other text unchanged."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -131,7 +131,8 @@ def literal(text: str) -> Any:
 
 
 def training_step(built: Built, inputs: tuple[Tensor, ...], backend: str) -> Callable[[], Tensor]:
-    """Forward, loss and backward; the gradients are dropped at the start of a step, the weights stay."""
+    """Returns a step of forward, loss and backward. It drops the gradients at its start and leaves the weights
+    unchanged."""
     module = built.module.train()
 
     def loss(*inputs: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ STEPS = {"train": training_step, "infer": inference}
 
 
 def results(built: Built, inputs: tuple[Tensor, ...], mode: str, backend: str) -> Results:
-    """The output of one step (the loss when training) and every gradient, by name."""
+    """Returns the output of one step (the loss when training) and every gradient, by name."""
     found = {"output": STEPS[mode](built, inputs, backend)().detach()}
     if mode == "train":
         found |= {name: p.grad for name, p in built.module.named_parameters() if p.grad is not None}
@@ -170,10 +171,11 @@ def results(built: Built, inputs: tuple[Tensor, ...], mode: str, backend: str) -
 
 
 def differences(got: Results, eager: Results, exact: Results) -> dict[str, float]:
-    """The worst tensor: absolute, relative to its largest value, and as multiples of eager's own error.
+    """Returns the error of the worst tensor: absolute, relative to its largest value, and as a multiple of eager's
+    error.
 
-    Eager's error against float64 counts at least as one rounding, as a tensor that eager gets exactly right
-    says nothing about what an error of one rounding means.
+    Eager's error against float64 counts as one rounding at least, since a tensor that eager gets exactly right says
+    nothing about what an error of one rounding means.
     """
     if missing := eager.keys() ^ got.keys():
         raise ValueError(f"outputs or gradients differ in presence: {sorted(missing)}")
@@ -212,13 +214,13 @@ def wanted(label: str, only: str | None) -> bool:
 
 
 def message(error: Exception) -> str:
-    error = getattr(error, "inner_exception", error)  # what a backend raised, without Dynamo's words around it
+    error = getattr(error, "inner_exception", error)  # what a backend raised, without Dynamo's text around it
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def clock_of(device: str) -> Callable[[], float]:
-    """A clock that synchronises the device before it reads the time."""
+    """Returns a clock that synchronises the device before it reads the time."""
     if device == "cpu":
         return time.perf_counter
     wait = torch.get_device_module(device).synchronize
@@ -232,7 +234,7 @@ def clock_of(device: str) -> Callable[[], float]:
 
 @contextmanager
 def deadline(seconds: float, error: BaseException) -> Iterator[None]:
-    """Raise the error if the block takes longer. Only the main thread has signals; others run without a limit."""
+    """Raises the error if the block takes longer. Only the main thread receives signals; others run without a limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -254,7 +256,7 @@ UNSTEADY = "eager does not repeat itself"  # it adds in any order, or reads unin
 
 def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limit: float = 3.0,
                   accuracy: bool = True, device: str = "cpu") -> Row:
-    """Steady step times of one model, and how far each backend's results are from eager's."""
+    """Measures steady step times of one model, and how far each backend's results are from eager's."""
     built = SUITE[name].build(size, device=device)
     inputs, row = built.make_inputs(), Row(name, mode, mode)
     if accuracy:
@@ -265,10 +267,10 @@ def measure_model(name: str, size: str, mode: str, backends: Sequence[str], limi
 
 
 def compare(row: Row, built: Built, mode: str, backends: Sequence[str]) -> None:
-    """Fills in the row's accuracy, by draw of the inputs.
+    """Fills in the row's accuracy, for several draws of the inputs.
 
-    More than one draw, as any rounding may move a value over the kink of a ReLU, which shows in the gradients
-    as a difference of percents, in eager as well. It happens on few draws; a wrong kernel shows on all.
+    More than one draw, since any rounding may move a value over the kink of a ReLU, which shows in the gradients as a
+    difference of percents, in eager as well. It happens on few draws; a wrong kernel shows on all.
     """
     torch.compiler.reset()
     plain = copied(built)
@@ -302,8 +304,8 @@ def timed(row: Row, steps: dict[str, Callable[[], Any]], limit: float,
 
 
 def own_code(function: F, name: str) -> F:
-    """With a code object of its own: otherwise Dynamo takes each case for a recompilation of the ones before, and looks
-    through their guards."""
+    """Gives a function a code object of its own: otherwise Dynamo takes each case for a recompilation of the ones
+    before, and checks their guards."""
     function.__code__ = function.__code__.replace(co_name=name)
     return function
 
@@ -312,7 +314,7 @@ def own_code(function: F, name: str) -> F:
 
 
 def comparisons(backends: Sequence[str]) -> list[tuple[str, str]]:
-    """Each backend against eager, and ours against each peer."""
+    """Returns pairs to compare: each backend with eager, and ours with each peer."""
     compilers = [b for b in backends if b != "eager"]
     pairs = [(b, "eager") for b in compilers if "eager" in backends]
     ours = [b for b in compilers if b.startswith("flambeau")]
@@ -320,12 +322,12 @@ def comparisons(backends: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def summarise(rows: Sequence[Row], backends: Sequence[str]) -> dict[str, dict[str, float]]:
-    """How many times faster each is, as means of groups."""
+    """Returns how many times faster each backend is, as means of groups."""
     return {f"{backend} over {base}": group_ratios(rows, backend, base)
             for backend, base in comparisons(backends)}
 
 
 def progress(items: Sequence[T], label: str, console: Console) -> Iterator[T]:
-    """The items with a progress bar, which stays silent where the output is not a terminal."""
+    """Yields the items with a progress bar, which is silent if the output is not a terminal."""
     yield from rich_track(items, description=label, console=console, disable=not console.is_terminal,
                           transient=True)

@@ -1,8 +1,8 @@
-"""Measures the host time of a launch beside Triton's own launcher and an eager operator, in turns, on one GPU.
+"""Measures the host time of a launch against Triton's own launcher and an eager operator, alternating, on one GPU.
 
     python -m flambeau.bench.launch
 
-Every round makes `COUNT` calls whose kernels are too small to be waited for, and waits for them while no clock runs.
+Every round makes `COUNT` calls with kernels that take almost no time, and waits for them while no clock runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def part0(p0, p1, p2, n0, bad):
 
 
 def callables() -> dict[str, Callable[[], Any]]:
-    """Each adds two vectors."""
+    """Returns calls that each add two vectors."""
     a, b, c = (torch.zeros(SIZE, device="cuda") for _ in range(3))
     flag = torch.zeros(1, dtype=torch.int32, device="cuda")
     target = get_target("cuda")
@@ -55,7 +55,7 @@ def callables() -> dict[str, Callable[[], Any]]:
 
 
 def measure(rounds: int = ROUNDS) -> dict[str, float]:
-    """Median microseconds of one launch."""
+    """Returns the median microseconds of one launch."""
     times = alternate(callables(), 0.0, (rounds, rounds), COUNT, count=COUNT, wait=torch.cuda.synchronize)
     return {name: 1e6 * statistics.median(found) / (10 if name == TEN else 1) for name, found in times.items()}
 

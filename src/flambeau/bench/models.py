@@ -39,7 +39,7 @@ class Model:
 
     def build(self, size: str = "small", seed: int = 0, device: str = "cpu",
               dtype: torch.dtype = torch.float32) -> Built:
-        """The model with fresh weights; `make_inputs(batch, seed)` draws for any batch size."""
+        """Builds the model with fresh weights; `make_inputs(batch, seed)` draws for any batch size."""
         config = dict(self.sizes[size])
         default_batch = config.pop("batch")
 
@@ -69,7 +69,7 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[batch, time, heads * d] to [batch, heads, time, d]."""
+    """Reshapes [batch, time, heads * d] to [batch, heads, time, d]."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
@@ -81,7 +81,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, as in GPT (causal) and ViT (not)."""
+    """A pre-norm transformer block, as in GPT (causal) and ViT (not)."""
 
     def __init__(self, dim: int, heads: int, causal: bool):
         super().__init__()
@@ -118,7 +118,7 @@ class RMSNorm(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """RMSNorm, rotary positions, grouped queries, SwiGLU."""
+    """A block with RMSNorm, rotary positions, grouped queries, and SwiGLU."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int):
         super().__init__()
@@ -212,7 +212,8 @@ class Residual(nn.Module):
 
 
 class ResidualNetwork(nn.Module):
-    """`stages`: for each, how many blocks, how many times `width` they have, and whether they are bottlenecks."""
+    """A residual network. `stages`: for each, the number of blocks, their width as a multiple of `width`, and whether
+    they are bottlenecks."""
 
     def __init__(self, width: int, stages: Iterable[tuple[int, int, bool]], classes: int):
         super().__init__()
@@ -232,14 +233,14 @@ class ResidualNetwork(nn.Module):
 
 
 class ResNet(ResidualNetwork):
-    """Basic blocks, then bottlenecks."""
+    """A network of basic blocks, then bottlenecks."""
 
     def __init__(self, image: int, width: int, blocks: int, classes: int):
         super().__init__(width, [(blocks, 1, False), (blocks, 2, False), (blocks, 4, True), (blocks, 8, True)], classes)
 
 
 class ResNet50(ResidualNetwork):
-    """Its first `stages` stages."""
+    """The first `stages` stages of ResNet-50."""
 
     def __init__(self, image: int, width: int, stages: int, classes: int):
         super().__init__(width, [(3, 4, True), (4, 8, True), (6, 16, True), (3, 32, True)][:stages], classes)
@@ -251,7 +252,7 @@ def draw_images(config: dict[str, int], batch: int) -> Inputs:
 
 
 class UNet3D(nn.Module):
-    """Group norms on the way down; trilinear upsampling, concatenation, instance norms on the way up."""
+    """A U-Net: group norms on the way down; trilinear upsampling, concatenation, instance norms on the way up."""
 
     def __init__(self, side: int, width: int, levels: int, classes: int):
         super().__init__()
@@ -289,7 +290,7 @@ def draw_volumes(config: dict[str, int], batch: int) -> Inputs:
 
 
 class DLRM(nn.Module):
-    """Bags of sparse features and dense ones, pairwise dot products, a click probability."""
+    """A click model: bags of sparse features and dense ones, pairwise dot products, a click probability."""
 
     pairs: Tensor
 
@@ -310,7 +311,7 @@ class DLRM(nn.Module):
 
 
 def draw_clicks(config: dict[str, int], batch: int) -> Inputs:
-    """Bags of random lengths (some empty) that hold `bag` features on average; popular rows repeat."""
+    """Draws bags of random lengths (some empty) that hold `bag` features on average; popular rows repeat."""
     tables, total = config["tables"], batch * config["bag"]
     indices = (torch.rand(tables, total) ** 3 * config["rows"]).long()
     offsets = torch.randint(total, (tables, batch)).sort(dim=1).values
@@ -329,7 +330,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """A residual layer for every activation, dropout after each."""
+    """An MLP with a residual layer for every activation, and dropout after each."""
 
     def __init__(self, dim: int, classes: int):
         super().__init__()

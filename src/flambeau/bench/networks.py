@@ -2,8 +2,8 @@
 
     built = NETWORKS["lm24"].build("tiny", device="cpu", dtype=torch.float32)
 
-"large" is for step times on a GPU, "medium" for many steps there, "tiny" for tests (of `lm24`, deep enough to
-have regions).
+"large" is for step times on a GPU, "medium" for many steps there, "small" for steps on a CPU, "tiny" for tests (of
+`lm24`, deep enough to have regions).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flambeau.bench.models import Block, Model
 
 
 def with_dropout(module: nn.Module, p: float = 0.1) -> nn.Module:
-    """Where such networks have it: after the halves of transformer blocks, or before the last layer."""
+    """Adds dropout where such networks have it: after the halves of transformer blocks, or before the last layer."""
     for part in module.modules():
         if isinstance(part, Block):
             part.proj = nn.Sequential(part.proj, nn.Dropout(p))  # type: ignore[assignment]
@@ -33,6 +33,7 @@ NETWORKS: dict[str, Model] = {model.name: model for model in (
     Model("lm24", models.GPT, models.draw_tokens, models.token_loss, {
         "large": {"batch": 8, "vocab": 32768, "time": 1024, "dim": 1024, "heads": 16, "depth": 24},
         "medium": {"batch": 8, "vocab": 8192, "time": 256, "dim": 512, "heads": 8, "depth": 24},
+        "small": {"batch": 2, "vocab": 4096, "time": 128, "dim": 256, "heads": 4, "depth": 24},
         "tiny": {"batch": 2, "vocab": 64, "time": 16, "dim": 32, "heads": 2, "depth": 7}}),
     Model("resnet50", models.ResNet50, models.draw_images, models.class_loss, {
         "large": {"batch": 128, "image": 224, "width": 64, "stages": 4, "classes": 1000},

@@ -2,8 +2,8 @@
 
     flambeau bench numerics --target cuda --json results/numerics-cuda.json
 
-Processes share the tasks of `bits` among them, each with one compiler; each network of `bits_models` has one of its
-own. Step times are taken when all others are done.
+Processes share the tasks of `bits`, each with one compiler; each network of `bits_models` has a process of its own.
+Step times are measured when all others are done.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ GROUPS = {
     "optimizers": "optimizers in all forms: parameters, state and averages, with clipping and scaled gradients"}
 MODELS = ("lm24", "resnet50", "vit", "dlrm")
 QUIET = 50.0  # seconds of the limit in which steps are timed, or a quarter of it
-LISTED = 20  # cases that are named where values differ
+LISTED = 20  # cases that are listed by name if values differ
 
 
 @dataclass
 class NumericsRow:
-    """`differ` names cases with unequal values; `unsteady` counts those in which eager does not repeat itself."""
+    """The results of a group. `differ` lists cases with unequal values; `unsteady` counts those in which eager does not
+    repeat itself."""
 
     name: str
     cases: int = 0
@@ -63,8 +64,8 @@ def part(talk: Talk, what: str, **arguments: Any) -> None:
 
 def measure(device: str, size: str, only: str | None, jobs: int, limit: float, seed: int = 0
             ) -> Iterator[tuple[list[NumericsRow], dict[str, Any]]]:
-    """Rows and summary, again and again as there is more in them. `limit`: seconds for all of it; `seed`: that of the
-    first network."""
+    """Yields rows and summary, again whenever there is more in them. `limit`: seconds for all of it; `seed`: that of
+    the first network."""
     rows: dict[str, NumericsRow] = {}
     told_of = ("ms", "error", "error_of_results", "draws", "planned", "done")
     summary: dict[str, Any] = {"seed": seed, **{key: {} for key in told_of}}
@@ -75,7 +76,7 @@ def measure(device: str, size: str, only: str | None, jobs: int, limit: float, s
             f"tasks {k}": {"what": "tasks", "only": only, "claims": claims, "seed": seed, **common}
             for k in range(max(1, jobs - len(models)))}
         parts |= {f"models {name}": {"what": "model", "name": name, **common} for name in models}
-        # Kernels may come from the usual folder: how long they take to compile is not the question.
+        # Kernels may come from the usual cache folder: their compile time is not measured.
         environment = {"FLAMBEAU_JOBS": "1", "OMP_NUM_THREADS": "1", "FLAMBEAU_CACHE_DIR": str(config.cache_dir)}
         prepare = limit - min(QUIET, limit / 4)
         for name, told in run("flambeau.bench.numerics", parts, jobs, limit, prepare, environment):
@@ -93,13 +94,13 @@ def measure(device: str, size: str, only: str | None, jobs: int, limit: float, s
 
 
 def place(row: NumericsRow) -> int:
-    """In the order of the groups and models, however their findings came."""
+    """Returns the position of a row: the order of groups and models, independent of when findings came."""
     order = [*GROUPS.values(), *MODELS]
     return next((k for k, text in enumerate(order) if row.name.startswith(text)), len(order))
 
 
 def over_eager(ms: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Geometric means over the models of each kind of step."""
+    """Returns geometric means over the models of each kind of step, relative to eager."""
     kinds = dict.fromkeys(kind for times in ms.values() for kind in times if kind != "eager")
     return {kind: geometric_mean([t[kind] / t["eager"] for t in ms.values() if kind in t and "eager" in t])
             for kind in kinds}

@@ -1,10 +1,10 @@
-"""Measures activation offloading: a training step of LM 24 that keeps less on the device, beside one that keeps all.
+"""Measures activation offloading: a training step of LM 24 that keeps less on the device, against one that keeps all.
 
     flambeau bench offload --target cuda --json results/offload-cuda.json
 
-Each wish is a part (`parts`), which compiles while others do, and is timed alone. The peak is of a step with
-parameters, inputs and gradients, as torch's allocator counts. Loss and gradients are compared bit by bit with those of
-the step that keeps all.
+Each wish is a part (`parts`), which compiles while others do, and is timed alone. The peak is that of a step with
+parameters, inputs and gradients, as torch's allocator counts it. Loss and gradients are compared bit by bit with those
+of the step that keeps all.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from flambeau.bench.networks import NETWORKS
 from flambeau.bench.parts import Talk, absorb, run, threads
 
 NETWORK = "lm24"
-PREPARE = 0.6  # of the time: after that, nothing more is compiled
+PREPARE = 0.6  # the share of the time after which nothing more is compiled
 WARM = 2  # steps
 ROUNDS = (7, 40)
-# Shares of the peak, with the options beside them. With eager's numerics, what is computed again has the same bits, and
-# these steps have deterministic kernels, as bits are compared.
+# Shares of the peak, with options. With eager's numerics, recomputed values have the same bits; these steps use
+# deterministic kernels, since their bits are compared.
 WISHES: dict[str, tuple[float, dict[str, Any]]] = {
     f"{share}{label}": (share, options) for label, options in (("", {}), (", numerics=eager", {"numerics": "eager"}))
     for share in (0.35, 0.65)}
@@ -38,20 +38,20 @@ MIB = 2**20
 
 @dataclass
 class OffloadRow:
-    """By kind: keep, less."""
+    """The results of a wish, by kind: keep, less."""
 
     name: str
     ms: dict[str, float] = field(default_factory=dict)
     peak_mib: dict[str, float] = field(default_factory=dict)
-    equal: bool | None = None  # bits of loss and gradients
+    equal: bool | None = None  # whether the bits of loss and gradients are equal
     steady: bool | None = None  # whether two steps that keep all have the same bits
-    differ: float | None = None  # at most, by the largest value of a tensor
+    differ: float | None = None  # the largest difference, relative to the largest value of a tensor
     notes: list[str] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
 
 
 def part(talk: Talk, wish: str, device: str, size: str, seconds: float) -> None:
-    """In a process of its own."""
+    """Measures one wish, in a process of its own."""
     from flambeau.debug import collect
 
     if device == "flambeau":
@@ -90,7 +90,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 def training_step(model: nn.Module, inputs: Inputs, loss: Any, label: str, **options: Any
                   ) -> Callable[[], list[Tensor]]:
-    """The loss is part of what is compiled."""
+    """Returns a training step; the loss is part of the compiled function."""
     def call(*given: Tensor) -> Tensor:
         *args, target = given
         return loss(model(*args), target)
@@ -107,7 +107,7 @@ def training_step(model: nn.Module, inputs: Inputs, loss: Any, label: str, **opt
 
 
 def peak_of(step: Callable[[], list[Tensor]], model: nn.Module, device: str) -> tuple[list[Tensor], int]:
-    """The results of a step, and the most bytes that a step has at a time beyond what is there."""
+    """Returns the results of a step, and its peak of bytes in addition to those allocated before it."""
     module = torch.get_device_module(device)
     for _ in range(WARM):
         last = [t.cpu() for t in step()]
@@ -123,7 +123,7 @@ def peak_of(step: Callable[[], list[Tensor]], model: nn.Module, device: str) -> 
 
 def measure(device: str, size: str, only: str | None, jobs: int, limit: float, beside: Path | None = None
             ) -> Iterator[list[OffloadRow]]:
-    """The rows, again and again as there is more in them. `limit`: seconds for all of it."""
+    """Yields the rows, again whenever there is more in them. `limit`: seconds for all of it."""
     rows = {name: OffloadRow(name) for name in WISHES if wanted(name, only)}
     seconds = min(2.0, limit * (1 - PREPARE) / max(len(rows), 1) / 5)
     parts = {name: {"wish": name, "device": device, "size": size, "seconds": seconds} for name in rows}
@@ -133,7 +133,8 @@ def measure(device: str, size: str, only: str | None, jobs: int, limit: float, b
 
 
 def summarise(rows: Sequence[OffloadRow]) -> dict[str, Any]:
-    """Of each wish, how much less memory and how much more time, as parts of the step that keeps all."""
+    """Returns, for each wish, how much less memory and how much more time it takes, relative to the step that keeps
+    all."""
     return {row.name: {what: round(sign * (found["less"] / found["keep"] - 1), 4)
                        for what, sign, found in (("memory", -1, row.peak_mib), ("time", 1, row.ms))
                        if {"keep", "less"} <= found.keys()} for row in rows}

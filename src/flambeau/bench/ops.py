@@ -18,7 +18,7 @@ DIRECTIONS = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Case:
-    """`run` takes what `make` draws and returns a tensor, or a tuple whose first part is differentiated."""
+    """A case. `run` takes what `make` draws and returns a tensor, or a tuple whose first element is differentiated."""
 
     name: str
     family: str
@@ -33,12 +33,12 @@ def normal(*shape: int) -> Make:
 
 
 def near_one(*shape: int) -> Make:
-    """For products, which would leave the range."""
+    """Draws numbers near one, for products, which would overflow otherwise."""
     return lambda dtype: ((1 + 0.01 * torch.randn(shape)).to(dtype),)
 
 
 def indexed(*shape: int, count: int, rows: int, like: bool = False) -> Make:
-    """Values of `shape`, indices below `rows`, and as many source values as the operator takes."""
+    """Draws values of `shape`, indices below `rows`, and as many source values as the operator takes."""
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         index = torch.randint(rows, (count, *shape[1:]) if like else (count,))
         return torch.randn(shape).to(dtype), index, torch.randn(count, *shape[1:]).to(dtype)
@@ -56,7 +56,7 @@ def bags(rows: int, dim: int, count: int, length: int) -> Make:
 
 
 def grids(*shape: int) -> Make:
-    """Images and a jittered identity grid: neighbours read neighbours, and some points lie outside."""
+    """Draws images and a jittered identity grid: neighbours read neighbours, and some points lie outside."""
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         batch, _, *space = shape
         axes = torch.meshgrid(*(torch.linspace(-1.1, 1.1, n) for n in space), indexing="ij")
@@ -159,7 +159,7 @@ CASES: list[Case] = [
 
 
 def variants(only: str | None = None) -> list[tuple[Case, torch.dtype, str]]:
-    """Every case with each of its dtypes and directions whose name or family holds `only`."""
+    """Returns every case, with each of its dtypes and directions, whose name or family contains `only`."""
     cases = [case for case in CASES if not only or only in f"{case.family}/{case.name}"]
     return [(case, dtype, direction) for case in cases for dtype in case.dtypes for direction in DIRECTIONS
             if case.backward or direction == "forward"]
@@ -174,7 +174,7 @@ def operator_step(case: Case, inputs: tuple[Tensor, ...], direction: str, backen
         sample = first(case.run(*inputs))
     tangent = torch.randn_like(sample)
     wanted = [x for x in leaves if x.requires_grad]
-    # Not every case uses all that its maker draws, hence allow_unused.
+    # Not every case uses everything its maker draws, hence allow_unused.
     return lambda: torch.autograd.grad(first(run(*leaves)), wanted, tangent, allow_unused=True)
 
 

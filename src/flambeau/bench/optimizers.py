@@ -22,7 +22,7 @@ from flambeau.bench.harness import clock_of, message
 from flambeau.optim.eager_steps import EagerSteps
 
 STEPS = 20
-# (class, options, how many float32 numbers of a parameter are read or written)
+# (class, options, the number of float32 values read or written for each element of a parameter)
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3}, 7),
     "Adam": (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 1e-2}, 7),
@@ -42,7 +42,7 @@ def tensor_sets(small: bool) -> dict[str, list[tuple[int, int]]]:
 
 @dataclass
 class StepRow(FloorRow):
-    """Also the first call, which compiles, and the host's part of a step."""
+    """A measured optimizer. `first`: the first call, which compiles; `host`: the host's part of a step."""
 
     first: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def measure(device: str, only: str | None, backends: Sequence[str], bandwidth: f
 
 @contextmanager
 def stepping(optimizer: torch.optim.Optimizer, backend: str, device: str) -> Iterator[Callable[[], Any]]:
-    """The step of an optimizer by one of the backends, until the block ends."""
+    """Yields the step of an optimizer by one of the backends."""
     torch.compiler.reset()
     accelerated = EagerSteps(device) if backend == "accelerate" else None
     try:
@@ -95,7 +95,7 @@ def stepping(optimizer: torch.optim.Optimizer, backend: str, device: str) -> Ite
 
 
 def measure_backend(row: StepRow, backend: str, step: Callable[[], Any], device: str) -> None:
-    """Steps that follow one another: nobody waits for the device between them."""
+    """Times consecutive steps, without waiting for the device between them."""
     finished = clock_of(device)
     start = finished()
     step()

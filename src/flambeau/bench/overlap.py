@@ -1,11 +1,11 @@
-"""Measures streams that nobody asked for by hand: a model's steps with `streams="auto"` beside one stream.
+"""Measures automatic streams: a model's steps with `streams="auto"` against one stream.
 
     flambeau bench overlap --target cuda --json results/overlap-cuda.json
 
-Each model and mode is a part (`parts`), compiled once: it compiles while others do; the choice between one stream and
-several, and what follows, are alone on the machine. On CUDA both are recorded (`graphs=True`). Their results are
-compared bit by bit. `seconds` are of the device, which is kept busy while the host launches a step; `wall` are those of
-a clock, over steps in a row, which for a small model are those of the host.
+Each model and mode is a part (`parts`), compiled once, while others compile. The choice between one stream and several,
+and everything after it, runs alone on the machine. On CUDA both are recorded (`graphs=True`). Their results are
+compared bit by bit. `seconds` are the device's, which is kept busy while the host launches a step; `wall` are those of
+a clock, over consecutive steps, which for a small model is the host's time.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from flambeau.targets.base import Run, Target
 from flambeau.torch_compat import cuda
 
 Config = dict[str, int]
-PREPARE = 0.6  # of the time: after that, nothing more is compiled
-WARM = 5  # steps: recordings are made in them
-BURST, ROUNDS = 0.01, (11, 60)  # seconds of steps in a row, which are one measurement; how many of those
-STEPS = 25  # of the device's times
-CLOCK = 2e9  # cycles a second of a GPU, about
+PREPARE = 0.6  # the share of the time after which nothing more is compiled
+WARM = 5  # steps in which recordings are made
+BURST, ROUNDS = 0.01, (11, 60)  # seconds of consecutive steps that make one measurement; the number of measurements
+STEPS = 25  # steps for the device's times
+CLOCK = 2e9  # cycles per second of a GPU, roughly
 
 
 @dataclass
 class OverlapRow:
-    """Seconds of a step, by kind: one, auto."""
+    """The results of a model. Seconds of a step are by kind: one, auto."""
 
     name: str
     mode: str
     seconds: dict[str, float] = field(default_factory=dict)
     wall: dict[str, float] = field(default_factory=dict)
-    equal: bool | None = None  # bits of results and gradients
+    equal: bool | None = None  # whether the bits of results and gradients are equal
     steady: bool | None = None  # whether two steps on one stream have the same bits
-    chosen: list[str] = field(default_factory=list)  # of each graph with a choice: which, and the seconds of both
+    chosen: list[str] = field(default_factory=list)  # for each graph with a choice: the choice, and the seconds of both
     errors: dict[str, str] = field(default_factory=dict)
 
     def gain(self, times: str = "seconds") -> float | None:
@@ -57,7 +57,7 @@ class OverlapRow:
 
 
 class Mixed(nn.Module):
-    """Four branches side by side, as in GoogLeNet."""
+    """Four parallel branches, as in GoogLeNet."""
 
     def __init__(self, given: int, wide: int):
         super().__init__()
@@ -86,7 +86,7 @@ class Inception(nn.Module):
 
 
 class Experts(nn.Module):
-    """A layer whose experts are weighed for each token."""
+    """A layer whose experts are weighted for each token."""
 
     def __init__(self, dim: int, experts: int):
         super().__init__()
@@ -167,7 +167,7 @@ def built(name: str, device: str, mode: str, tiny: bool) -> tuple[nn.Module, Inp
 
 
 class Kinds:
-    """Programs on one stream and on several, of the same compiled graphs: `kind` says which of them calls run."""
+    """Programs on one stream and on several, from the same compiled graphs: `kind` selects which of them calls run."""
 
     def __init__(self, talk: Talk) -> None:
         self.talk, self.kind, self.mine = talk, "one", False
@@ -181,7 +181,7 @@ class Kinds:
 
     def measured(self, plans: tuple[LaunchPlan, LaunchPlan], target: Target, kernels: Mapping[str, Any],
                  args: list[Any]) -> str:
-        """What compares them is alone on the machine."""
+        """Times both programs, alone on the machine."""
         self.turn()
         self.chosen.append(self.time_both(plans, target, kernels, args))
         return self.chosen[-1]
@@ -211,7 +211,7 @@ def stepper(kinds: Kinds, kind: str, run: Callable[..., Any], model: nn.Module, 
 
 
 def part(talk: Talk, name: str, mode: str, device: str, tiny: bool, seconds: float) -> None:
-    """In a process of its own."""
+    """Measures a model in a mode, in a process of its own."""
     if device == "flambeau":
         from flambeau.device.enable import enable_device
 
@@ -229,9 +229,9 @@ def part(talk: Talk, name: str, mode: str, device: str, tiny: bool, seconds: flo
     for kind, step in steps.items():
         for _ in range(WARM):
             step()
-        found[kind] = [t.clone() for t in step()]  # a recording rests while somebody holds its results
+        found[kind] = [t.clone() for t in step()]  # a recording cannot be replayed while its results are held
     kinds.turn()
-    # Of sums in no fixed order (gradients of embedding bags), two runs of one program differ.
+    # With sums in no fixed order (gradients of embedding bags), two runs of one program differ.
     talk.tell(steady=all(map(torch.equal, found["one"], steps["one"]())),
               equal=all(map(torch.equal, found["one"], found["auto"])), chosen=kinds.chosen)
     del found
@@ -241,7 +241,7 @@ def part(talk: Talk, name: str, mode: str, device: str, tiny: bool, seconds: flo
 
 
 def device_seconds(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """In turns. Before each step the device waits for as long as the host takes to launch it."""
+    """Times the steps, alternating. Before each step the device waits for as long as the host takes to launch it."""
     found: dict[str, list[float]] = {label: [] for label in steps}
     host = 0.0
     for step in steps.values():
@@ -263,7 +263,7 @@ def device_seconds(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 def measure(device: str, tiny: bool, modes: Sequence[str], only: str | None, jobs: int, limit: float,
             beside: Path | None = None) -> Iterator[list[OverlapRow]]:
-    """The rows, again and again as there is more in them. `limit`: seconds for all of it."""
+    """Yields the rows, again whenever there is more in them. `limit`: seconds for all of it."""
     rows = {label: OverlapRow(name, mode) for mode in modes for name in MODELS
             if wanted(label := f"{name} {mode}", only)}
     seconds = min(1.0, limit * (1 - PREPARE) / max(len(rows), 1) / 4)

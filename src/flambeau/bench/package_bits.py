@@ -2,8 +2,8 @@
 
     measure_bits(["gpt", "scans"], "tiny", "cuda")      # rows of `flambeau bench package-results`
 
-Models of the suite with batches that are sizes of the run, and small models of families that packages must have:
-normalisation, bags, sampling and pooling, scans, attention, convolution.
+The cases are models of the suite with batches that are run-time sizes, and small models of families that packages must
+support: normalisation, bags, sampling and pooling, scans, attention, convolution.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from flambeau.torch_compat.dynamo import maybe_mark_dynamic
 
 F = nn.functional
 Inputs = tuple[torch.Tensor, ...]
-# What the compiler's results are of: the same kernels, and no library.
+# The targets of the compiler to compare with: the same kernels, and no library.
 COMPILED = {"cpu": "cpu-alone", "cuda": "cuda-alone", "opencl": "opencl"}
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of as many bytes
 EXPORTED = {"cpu": "cpu", "opencl": "opencl:cpu"}
 
 
@@ -67,7 +67,7 @@ class Bags(nn.Module):
 
 
 class Sampling(nn.Module):
-    """Sampling and pooling; the height is a size of the run."""
+    """Sampling and pooling; the height is known only at run time."""
 
     def forward(self, image: torch.Tensor, grid: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = F.grid_sample(image, grid, align_corners=False)
@@ -76,14 +76,14 @@ class Sampling(nn.Module):
 
 
 class Scans(nn.Module):
-    """Rows and their length are sizes of the run."""
+    """Scans; rows and their length are known only at run time."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x.cumsum(-1), x.cumprod(0), *x.cummax(-1), x.logcumsumexp(-1)
 
 
 class Attention(nn.Module):
-    """A layer of a transformer; the length is a size of the run."""
+    """A layer of a transformer; the length is known only at run time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def batch(name: str, **more: int) -> dict[int, Dim]:
     return {0: Dim(name, **more)}
 
 
-# How each is made, its arguments for a number, and which sizes of them are sizes of the run.
+# The model's constructor, its arguments for a number, and which of their sizes are run-time sizes.
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Inputs], dict[str, dict[int, Any]]]] = {
     "norms": (Norms, lambda n: (torch.randn(n, 48),), {"x": batch("N", min=2, max=512)}),
     "bags": (Bags, lambda n: (torch.randint(0, 64, (4 * n,)), torch.arange(0, 4 * n, 4)),
@@ -134,7 +134,7 @@ class Case:
 
 
 def of_suite(name: str, size: str) -> Case:
-    """Sizes that the batch decides are sizes of the run."""
+    """Returns a model of the suite; sizes that depend on the batch are run-time sizes."""
     built = SUITE[name].build(size)
     draws = [tuple(built.make_inputs(batch=n, seed=n)[:-1]) for n in (4, 3, 5)]
     shapes = tuple({k: Dim.AUTO for k, (m, n) in enumerate(zip(x.shape, y.shape)) if m != n}
@@ -155,7 +155,7 @@ def leaves(x: Any) -> list[torch.Tensor]:
     return [y for v in x for y in leaves(v)] if isinstance(x, list | tuple) else [x]
 
 
-# ---- in a process of its own -----------------------------------------------------------------------------------------
+# ---- in a separate process -------------------------------------------------------------------------------------------
 
 ALONE = """
 import json, sys, time
@@ -175,8 +175,8 @@ print(json.dumps({"device": module.device, "seconds": took}))
 
 
 def run_alone(package: Path, draws: Sequence[Inputs], folder: Path, target: str) -> tuple[list[list[Any]], list[float]]:
-    """Results of a package for each draw, found where there is NumPy and no torch, no Triton and no program to run; and
-    the seconds of loading it and of each call."""
+    """Returns the results of a package for each draw, computed in a process with NumPy but without torch, Triton and
+    programs to run; and the seconds of loading it and of each call."""
     # PyOpenCL brings the OpenCL library along.
     blocked = ["torch", "triton", *(["pyopencl"] if target != "opencl" else [])]
     programs = folder / "programs"
@@ -202,7 +202,7 @@ def run_alone(package: Path, draws: Sequence[Inputs], folder: Path, target: str)
     return [list(dict(np.load(folder / f"found{k}.npz")).values()) for k in range(len(draws))], said["seconds"]
 
 
-# ---- beside the compiler ---------------------------------------------------------------------------------------------
+# ---- compared with the compiler --------------------------------------------------------------------------------------
 
 
 def exported_target(target: str) -> str:
@@ -212,7 +212,7 @@ def exported_target(target: str) -> str:
 
 
 def compiled_results(case: Case, target: str) -> list[list[torch.Tensor]]:
-    """Of torch.compile, with the same sizes for sizes of the run, on the CPU."""
+    """Returns the results of torch.compile, with the same run-time sizes, on the CPU."""
     device = "cuda" if target == "cuda" else "cpu"
     torch.compiler.reset()
     model, found = copy.deepcopy(case.model).to(device), []
@@ -231,7 +231,7 @@ def floats(results: Sequence[torch.Tensor]) -> harness.Results:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Any NaN is like any other."""
+    """Whether two tensors have the same bits; NaNs count as equal."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     x, y = (t.contiguous().view(WORDS[t.itemsize]) for t in (a, b))
@@ -243,7 +243,8 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 
 def bits(case: Case, target: str, row: Row) -> Row:
-    """For each draw how many results differ from the compiler's in any bit, and how far they are from eager's."""
+    """Measures for each draw how many results differ from the compiler's in any bit, and how far they are from
+    eager's."""
     with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as name:
         folder = Path(name)
         export(case.model, case.draws[0], folder / "model.flam", dynamic_shapes=case.shapes,
@@ -263,7 +264,7 @@ def bits(case: Case, target: str, row: Row) -> Row:
 
 
 def cases(size: str) -> Mapping[str, Callable[[], Case]]:
-    """Models of the suite, and of families."""
+    """Returns models of the suite, and of families."""
     return {name: partial(of_suite, name, size) for name in SUITE} | {
         f"family of {name}": partial(of_family, name) for name in FAMILIES}
 
@@ -272,7 +273,7 @@ def measured_bits(name: str, size: str, target: str) -> Row:
     row = Row(name, "bits", target)
     try:
         return bits(cases(size)[name](), target, row)
-    except Exception as error:  # one that fails is a result to report, not the end of the run
+    except Exception as error:  # a failure is a result to report, not the end of the run
         row.errors["package"] = harness.message(error)
         return row
 
@@ -282,7 +283,8 @@ def measure_bits(names: Sequence[str], size: str, target: str, jobs: int = 1) ->
 
 
 def side_by_side(function: Callable[[str], Row], names: Sequence[str], jobs: int) -> Iterator[Row]:
-    """The rows of all names, found by so many processes: one for each name, which may end as it likes."""
+    """Yields the rows of all names, computed by `jobs` processes at a time: one process for each name, which may
+    crash."""
     if jobs == 1 or len(names) < 2:
         yield from map(function, names)
         return

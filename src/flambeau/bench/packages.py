@@ -1,10 +1,10 @@
-"""Measures packages beside eager, torch.compile, AOTInductor and ONNX Runtime: steps, load times, single calls.
+"""Measures packages against eager, torch.compile, AOTInductor and ONNX Runtime: steps, load times, single calls.
 
     measure(["gpt", "call", "load"], "small", list(PEERS), limit=3.0)       # rows of `flambeau bench packages`
     served("model.flam", "forward", 0.5, (1, 2))            # rows of `flambeau bench model.flam`
 
-With one thread (OMP_NUM_THREADS=1) times are the thread's own (of loads the process's, the kernel's work included), so
-that a machine with other work still tells.
+With one thread (OMP_NUM_THREADS=1) times are CPU times of the thread (of the process for loads, with the kernel's work), so
+that they mean something even on a busy machine.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def available(peers: Sequence[str]) -> list[str]:
 
 
 def steps_of(model: nn.Module, args: tuple[Any, ...], peers: Sequence[str], folder: Path, row: Row) -> dict[str, Step]:
-    """What each of them runs; one that cannot is noted in the row."""
+    """Returns the step of each peer; a peer that fails is noted in the row."""
     made = {}
     for peer in available(peers):
         inside = folder / peer
@@ -104,7 +104,7 @@ def clock() -> Callable[[], float]:
 
 
 def measure(names: Sequence[str], size: str, peers: Sequence[str], limit: float, jobs: int = 1) -> Iterator[Row]:
-    """Of NAMES: steps of models, a call that has nothing to do, and a load."""
+    """Yields rows for NAMES: steps of models, a call that has nothing to do, and a load."""
     yield from side_by_side(partial(measured, size=size, peers=peers, limit=limit), names, jobs)
 
 
@@ -119,7 +119,7 @@ def measured(name: str, size: str, peers: Sequence[str], limit: float) -> Row:
 
 
 def measure_call(peers: Sequence[str] = tuple(PEERS), limit: float = 2.0) -> Row:
-    """What a call costs whose kernel has next to nothing to do."""
+    """Measures the cost of a call whose kernel has next to nothing to do."""
     row, args = Row("a call of relu on 16 numbers", "call", "infer"), (torch.ones(16),)
     with tempfile.TemporaryDirectory(prefix="flambeau-bench-") as folder, torch.no_grad():
         steps = steps_of(nn.ReLU().eval(), args, peers, Path(folder), row)
@@ -130,7 +130,7 @@ def measure_call(peers: Sequence[str] = tuple(PEERS), limit: float = 2.0) -> Row
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Times of packages over those of each peer, as means of groups: below one the package is faster."""
+    """Returns times of packages over those of each peer, as means of groups: below one the package is faster."""
     peers = dict.fromkeys(p for row in rows for p in row.seconds if p != "package")
     return {f"package over {p}": harness.group_ratios(rows, p, "package") for p in peers}
 
@@ -139,7 +139,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 class Large(nn.Module):
-    """So many bytes of weights, each read once."""
+    """A model with so many bytes of weights, each read once."""
 
     def __init__(self, nbytes: int, parts: int = 16) -> None:
         super().__init__()
@@ -160,8 +160,8 @@ LOADERS = {
 
 
 def measure_load(nbytes: int = LOAD_BYTES) -> Row:
-    """Seconds from a file of so many bytes in the page cache to the first result, in processes of their own that have
-    imported what they need, by turns."""
+    """Measures seconds from a file of so many bytes in the page cache to the first result, alternating, in separate
+    processes that have imported what they need."""
     threads = torch.get_num_threads()
     row, times = Row(f"load {nbytes >> 20} MiB, threads: {threads}", "load", "load"), dict[str, list[float]]()
     env, which = {**os.environ, "OMP_NUM_THREADS": str(threads)}, "process_time" if threads == 1 else "perf_counter"
@@ -177,7 +177,7 @@ def measure_load(nbytes: int = LOAD_BYTES) -> Row:
                                       env=env)
                 if done.returncode:
                     row.errors[name] = done.stderr.strip().splitlines()[-1][:200]
-                elif turn:  # the first brings files into the page cache
+                elif turn:  # the first turn brings files into the page cache
                     times.setdefault(name, []).append(float(done.stdout))
     for name, found in times.items():
         row.seconds[name], row.best[name] = statistics.median(found), min(found)
@@ -189,7 +189,7 @@ def measure_load(nbytes: int = LOAD_BYTES) -> Row:
 
 
 def drawn_inputs(module: Module, method: str, size: int) -> list[Any]:
-    """Arrays that a method takes: sizes of the run are about `size`, indices small."""
+    """Returns arrays that a method takes: run-time sizes are about `size`, indices small."""
     rng, out = np.random.default_rng(0), []
     for port in module.load_method(method).entry.inputs:
         shape = [min(max(size, lo), hi) for lo, hi in port.ranges]
@@ -200,7 +200,7 @@ def drawn_inputs(module: Module, method: str, size: int) -> list[Any]:
 
 
 def latencies(step: Step, seconds: float) -> list[float]:
-    """Of calls one after the other."""
+    """Returns the seconds of consecutive calls."""
     found: list[float] = []
     end = time.perf_counter() + seconds
     step()
@@ -212,7 +212,7 @@ def latencies(step: Step, seconds: float) -> list[float]:
 
 
 def throughput(step: Step, threads: int, seconds: float) -> float:
-    """Calls a second of so many threads that call at once."""
+    """Returns the calls per second of so many threads that call at the same time."""
     counts, stop = [0] * threads, time.perf_counter() + seconds
 
     def work(k: int) -> None:
@@ -231,7 +231,8 @@ def throughput(step: Step, threads: int, seconds: float) -> float:
 
 @dataclass
 class Served:
-    """Seconds of calls one after the other, by percentile, and calls a second by threads that call at once."""
+    """Seconds of consecutive calls, by percentile, and calls per second of several threads that call at the same
+    time."""
 
     name: str
     latency: dict[str, float] = field(default_factory=dict)
@@ -241,7 +242,8 @@ class Served:
 
 def served(path: str, method: str, seconds: float, threads: Sequence[int], subject: tuple[Any, ...] | None = None,
            size: int = 8) -> Iterator[Served]:
-    """Of the package, and of its peers if the model and its arguments are given. Sizes of the run are `size`."""
+    """Yields results of the package, and of its peers if the model and its arguments are given. Run-time sizes are
+    `size`."""
     module = load(path)
     model, args = subject or (None, ())
     given = [x.detach().numpy() for x in args] or drawn_inputs(module, method, size)

@@ -3,9 +3,9 @@
     for name, told in run("flambeau.bench.compiled", {"lm24 train": {...}}, jobs=6, limit=240, prepare=160): ...
 
 A process calls `part(talk, **arguments)` of the module. There, `talk.tell` sends a dictionary, and `talk.turn` waits
-until nothing else runs on the machine. After `prepare` seconds nothing more is compiled, and after `limit` all of it is
-over. Whatever becomes of a process, what it told before stands. Commands that are given the same folder (`beside`)
-prepare at the same time: none is measured before all have prepared, and they are measured one after the other.
+until nothing else runs on the machine. After `prepare` seconds nothing more is compiled, and after `limit` everything
+ends. Whatever happens to a process, its earlier messages count. Commands with the same folder (`beside`) prepare at the
+same time: none is measured before all have prepared, and they are measured one after the other.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from flambeau.bench.compile_time import CACHES
 from flambeau.bench.harness import deadline, message
 
 TOLD, READY, END = "told", "ready", "end"
-MARK = "@part "  # of lines that are for us; others may print as well
-# Nothing is found compiled by somebody else; and deterministic products need a workspace of one kind.
+MARK = "@part "  # the prefix of our lines; other code may print as well
+# No cache may hold what another part compiled; deterministic products need a workspace of a fixed size.
 ENVIRONMENT = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "FLAMBEAU_GRAPH_CACHE": "0", "FLAMBEAU_PROGRESS": "0",
                "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1",
                "PYTHONWARNINGS": "ignore"}
@@ -40,17 +40,17 @@ GRACE = 10.0  # seconds in which a part notices that its time is over
 
 
 class OutOfTime(BaseException):
-    """Not an Exception: compilers handle those, and go on."""
+    """Raised when the time is over. Not an Exception: compilers handle those, and go on."""
 
 
 class Talk:
-    """The part's side."""
+    """The part's side of the connection."""
 
     def __init__(self, until: float) -> None:
         self.until = until
 
     def left(self) -> float:
-        """Seconds in which to prepare."""
+        """Returns the seconds left to prepare."""
         return self.until - time.time()
 
     def tell(self, **told: Any) -> None:
@@ -64,13 +64,13 @@ class Talk:
         print(f"\n{MARK}{json.dumps([kind, told])}", flush=True)
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
-        """What takes longer ends in OutOfTime."""
+        """Raises OutOfTime in a block that takes longer."""
         if seconds <= 0:
             raise OutOfTime
         return deadline(seconds, OutOfTime())
 
     def attempt(self, what: str, act: Callable[[], Any], seconds: float | None = None) -> bool:
-        """Whether it came to an end, in the time that is left; if not, why not is told."""
+        """Runs `act` within the time that is left. Returns whether it finished; if not, tells why."""
         try:
             with self.within(self.left() if seconds is None else seconds):
                 act()
@@ -83,13 +83,13 @@ class Talk:
 
 
 class Process:
-    """Our side."""
+    """The parent's side of the connection."""
 
     def __init__(self, name: str, module: str, arguments: Mapping[str, Any], until: float, caches: Path,
                  events: queue.Queue[tuple[Process, str, Any]], environment: Mapping[str, str]) -> None:
         self.name, self.tail = name, ""
-        # Ours is one for all, as it also holds extensions that would take every part seconds of a compiler. Inductor
-        # calls a compiler with paths that may not have spaces.
+        # Our cache is shared by all parts, as it also holds extensions that would cost every part seconds of
+        # compilation. Inductor calls a compiler with paths that may not contain spaces.
         folders = {variable: str(caches / ("" if folder == "flambeau" else name.replace(" ", "-")) / folder)
                    for variable, folder in CACHES.items()}
         self.process = subprocess.Popen(
@@ -105,7 +105,7 @@ class Process:
                 if line.startswith(MARK):
                     events.put((self, *json.loads(line.removeprefix(MARK))))
                     continue
-            except ValueError:  # somebody else wrote into the line
+            except ValueError:  # another writer broke the line
                 pass
             self.tail = line.strip() or self.tail
         events.put((self, END, self.process.wait()))
@@ -125,7 +125,7 @@ class Process:
 def run(module: str, parts: Mapping[str, Mapping[str, Any]], jobs: int, limit: float, prepare: float,
         environment: Mapping[str, str] | None = None, beside: Path | None = None
         ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What each part tells, as it comes. `jobs` parts prepare at once, in the order in which they are given."""
+    """Yields what each part tells, as it comes. `jobs` parts prepare at once, in the given order."""
     start, events = time.time(), queue.Queue[tuple[Process, str, Any]]()
     others = Beside(beside)
     waiting, preparing, ready = list(parts), list[Process](), list[Process]()
@@ -178,7 +178,7 @@ def run(module: str, parts: Mapping[str, Mapping[str, Any]], jobs: int, limit: f
 
 
 class Beside:
-    """Other commands that prepare at the same time, as files in a folder."""
+    """Other commands that prepare at the same time, represented by files in a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -189,7 +189,7 @@ class Beside:
             self.lock = (folder / "lock").open("w")
 
     def wait(self, until: float) -> None:
-        """Until all have prepared, and no other is measured."""
+        """Waits until all have prepared, and no other is being measured."""
         if self.folder is None:
             return
         self.mine.unlink(missing_ok=True)
@@ -204,7 +204,7 @@ class Beside:
 
 
 def received(events: queue.Queue[tuple[Process, str, Any]], until: float) -> tuple[Process | None, str, Any]:
-    """The next event, or no process where none comes in time."""
+    """Returns the next event, or no process if none comes in time."""
     try:
         return events.get(timeout=max(until - time.time(), 0.01))
     except queue.Empty:
@@ -212,13 +212,13 @@ def received(events: queue.Queue[tuple[Process, str, Any]], until: float) -> tup
 
 
 def last_words(process: Process, status: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    process.stop()  # compilers may live on
+    process.stop()  # compilers may be left
     if status:
         yield process.name, {"errors": {"part": f"exit {status}: {process.tail[-200:]}"}}
 
 
 def absorb(row: Any, told: Mapping[str, Any]) -> None:
-    """Into a dataclass: dictionaries are joined, other values replaced."""
+    """Merges a message into a dataclass: dictionaries are updated, other values replaced."""
     for key, value in told.items():
         if isinstance(value, dict):
             getattr(row, key).update(value)
@@ -227,7 +227,8 @@ def absorb(row: Any, told: Mapping[str, Any]) -> None:
 
 
 def threads(jobs: int) -> dict[str, str]:
-    """Compilers for each of so many parts. They wait a good deal: half as many more than there are cores."""
+    """Returns settings for the number of compilers of each of so many parts. Compilers wait a good deal: half as many
+    more than there are cores."""
     count = str(max(1, 3 * (os.cpu_count() or 1) // (2 * jobs)))
     return {"FLAMBEAU_JOBS": count, "TORCHINDUCTOR_COMPILE_THREADS": count}
 
@@ -240,8 +241,9 @@ def main(module: str, arguments: str, until: str) -> None:
     except Exception as error:
         talk.tell(errors={"part": message(error)})
     sys.stdout.flush()
-    os._exit(0)  # recorded graphs and compilers' threads are not waited for
+    os._exit(0)  # does not wait for recorded graphs and compilers' threads
 
 
 if __name__ == "__main__":
-    importlib.import_module("flambeau.bench.parts").main(*sys.argv[1:])  # whose names the parts import
+    # so that it is the module that the parts import
+    importlib.import_module("flambeau.bench.parts").main(*sys.argv[1:])

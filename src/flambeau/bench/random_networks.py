@@ -3,7 +3,7 @@
     module, x = draw(seed, "tiny")      # the same seed, the same network and weights
 
 A network starts from a vector, a sequence of tokens, a line, an image or a volume. Each step is drawn from those that
-accept the shape reached so far; a step that would make the values too many is left out.
+accept the current shape; a step whose result would have too many values is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Elements a value may have, and the sizes drawn: batch, channels (or features), and a side by the number of sides.
+# The most elements of a value, and the ranges of sizes: batch, channels (or features), and a side by the number of
+# sides.
 SIZES: dict[str, tuple[int, tuple[int, int], tuple[int, int], dict[int, tuple[int, int]]]] = {
     "large": (1 << 22, (1, 32), (3, 96), {0: (1, 1), 1: (16, 512), 2: (8, 64), 3: (6, 24)}),
     "tiny": (1 << 12, (1, 3), (3, 8), {0: (1, 1), 1: (6, 12), 2: (5, 9), 3: (4, 6)}),
@@ -35,13 +36,13 @@ MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def layer(name: str, sides: int) -> Any:
-    """torch's class of a layer for so many sides: Conv2d."""
+    """Returns torch's class of a layer for so many sides, such as Conv2d."""
     return getattr(nn, f"{name}{max(sides, 1)}d")
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """A reduction along one dimension; a longer name than a lambda's, for reports."""
+    """A reduction along one dimension, as a class: reports show a better name than a lambda's."""
 
     kind: str
     dim: int
@@ -56,7 +57,7 @@ class Reduced:
 
 
 class Step(nn.Module):
-    """A layer, or a function; with `back`, the input is added to what it makes."""
+    """A layer, or a function; with `back`, the input is added to its result."""
 
     def __init__(self, name: str, act: Callable[[Tensor], Tensor], back: bool = False) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Step(nn.Module):
 
 
 class Scale(nn.Module):
-    """A number, or one for each channel, that is learned."""
+    """A learned number, or one for each channel."""
 
     def __init__(self, shape: tuple[int, ...], kind: str) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class Network(nn.Module):
 
 
 class Drawing:
-    """Draws the steps for a shape; channels are dimension 1, but for tokens, where features come last."""
+    """Draws the steps for a shape. Channels are dimension 1; for tokens, features come last."""
 
     def __init__(self, seed: int, size: str) -> None:
         self.r = random.Random(seed)
@@ -186,7 +187,8 @@ class Drawing:
         return Network(steps)
 
     def after(self, step: Step, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape that a step makes of a shape; None if it does not accept it, or makes too much of it."""
+        """Returns the shape that a step makes of a shape; None if it does not accept it, or if the result would be too
+        large."""
         try:
             with torch.no_grad():
                 made = copy.deepcopy(step).to("meta")(torch.empty(shape, device="meta")).shape
@@ -196,7 +198,7 @@ class Drawing:
 
 
 def draw(seed: int, size: str) -> tuple[Network, Tensor]:
-    """A network in training mode with its input, in float32 on the CPU."""
+    """Returns a network in training mode with its input, in float32 on the CPU."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         drawing = Drawing(seed, size)

@@ -1,8 +1,8 @@
 """Chooses which operators torch decomposes: its core decompositions, except operators with a lowering, and those with
 the fact `decomposed`.
 
-In exact numerics only those that move values: eager does not take apart what has a kernel, and its kernel rounds in its
-own places.
+In exact numerics, only decompositions that move values are used: eager runs a single kernel where it has one, which
+rounds at other points than its decomposition.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def table(exact: bool, /) -> dict[Any, Callable[..., Any]]:
     if exact:
         return {**more, **own}
     out = {**core_aten_decompositions(), **more}
-    # What we lower stays whole, and so does what is one library call.
+    # Operators with a lowering stay whole, and so do those that are one library call.
     for op in (*LOWERINGS, *overloads_with("library")):
         out.pop(op, None)
     out.update(own)
-    # What eager does not take stays whole: then ATen raises its error.
+    # Calls that eager rejects stay whole, so that ATen raises its error.
     return {op: taken_apart(op, fn, lambda *args, **kwargs: NotImplemented) for op, fn in out.items()}

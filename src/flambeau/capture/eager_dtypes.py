@@ -1,8 +1,9 @@
 """Checks whether eager has a kernel for the dtypes of a call. If not, eager is called and raises its error.
 
-PyTorch's rules for shapes and dtypes let calls through that its kernels refuse, such as a softmax of integers. Eager
-itself is asked, once for each combination of dtypes, with tensors of two elements along each axis: eager warns of a
-deviation of one. Where those do not fit together (a cross product wants three), with tensors of the call's own sizes.
+PyTorch's shape and dtype rules accept some calls that its kernels reject, such as a softmax of integers. So eager
+itself is called, once for each combination of dtypes, with tensors of two elements along each axis (for one element,
+eager warns about the standard deviation). If those shapes are invalid (a cross product needs three), the call's own
+sizes are used.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from flambeau.runtime.placement import CPU, common_device, flat
 from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes, no_python_dispatcher
 from flambeau.torch_compat.ops import OpOverload
 
-# What eager says about dtypes. Such tensors may not fit together in other ways, which says nothing.
+# Eager's messages about dtypes. The test tensors may be rejected for other reasons, which mean nothing.
 _ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b|scalar type|can't be cast")
 
-MOST = 1 << 14  # elements of a tensor that eager is asked with
-SMALL = (torch.float16, torch.bfloat16)  # GPUs have kernels for them that the CPU lacks, and so has our device
+MOST = 1 << 14  # elements of a tensor in a test call
+SMALL = (torch.float16, torch.bfloat16)  # GPUs and our device have kernels for these that the CPU lacks
 
 
 def attempt(op: OpOverload, args: Any, kwargs: dict[str, Any], given: Callable[[Any], Any]) -> Any:
-    """Its result for what `given` makes of its arguments; warnings and draws of it leave no trace."""
+    """Run an operator on `given(argument)` for each argument; suppresses warnings and restores the random state."""
     state = torch.get_rng_state() if facts(op).random else None
     try:
         with (warnings.catch_warnings(), disable_current_modes(), no_python_dispatcher(), torch.no_grad(),
@@ -55,16 +56,16 @@ def eager_has_kernel(op: OpOverload, args: Any, kwargs: Any, device: torch.devic
         answers = (_has_kernel(op, given(key), device) for key in keys)
         return next((answer for answer in answers if answer is not None), True)
 
-    # GPUs have kernels for more dtypes than CPUs: where those do, there is no need to ask them.
+    # GPUs have kernels for more dtypes than CPUs, so if the CPU has one, the GPU need not be tried.
     if takes(CPU):
         return True
     if device.type == "cuda":
-        return known.random or takes(device)  # whose random state is not to be touched
+        return known.random or takes(device)  # must not touch the GPU's random state
     return device.type != "cpu" and _wide(keys[0]) != keys[0] and takes(CPU, _wide)
 
 
 def taken_apart(op: OpOverload, formula: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
-    """The formula of an operator in terms of others, which would compute with anything, where eager has a kernel."""
+    """Wrap an operator's decomposition, which accepts any dtype, so that it is used only if eager has a kernel."""
 
     def asked(*args: Any, **kwargs: Any) -> Any:
         device = common_device(flat((args, tuple(kwargs.values()))))
@@ -74,7 +75,7 @@ def taken_apart(op: OpOverload, formula: Callable[..., Any], whole: Callable[...
 
 
 def _wide(x: Any) -> Any:
-    """The same call in single precision: what that lacks, such as bits of floats, small floats lack everywhere."""
+    """The same call in float32: what float32 does not support, such as bit operations, no small float supports."""
     if isinstance(x, _Zeros):
         return _Zeros(torch.float32, x[1]) if x[0] in SMALL else x
     return tuple(map(_wide, x)) if type(x) is tuple else x
@@ -90,9 +91,9 @@ def _own(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def _described(x: Any, sizes: Callable[[torch.Tensor], tuple[int, ...]]) -> Any:
-    """Arguments as something hashable: dtype and sizes of tensors, numbers as they are, symbols as ones."""
+    """Arguments in a hashable form: dtype and sizes of tensors; numbers unchanged; symbols replaced by 1."""
     if isinstance(x, fx.Node):
-        x = x.meta.get("example", x.meta.get("val"))  # of a number that only the run has: one of those that it may be
+        x = x.meta.get("example", x.meta.get("val"))  # for a run-time number: an example value
     if isinstance(x, (list, tuple)):
         return tuple(_described(y, sizes) for y in x)
     if isinstance(x, torch.Tensor):
@@ -102,13 +103,13 @@ def _described(x: Any, sizes: Callable[[torch.Tensor], tuple[int, ...]]) -> Any:
     if isinstance(x, (bool, int, float)):
         return _Number((type(x), x))
     if isinstance(x, torch.Generator):
-        return None  # whose state stays as it is
+        return None  # the generator's state must not change
     hash(x)
     return x
 
 
 class _Number(tuple[type, Any]):
-    """1, 1.0 and True are equal, and of different dtypes."""
+    """A number with its type, because 1, 1.0 and True are equal but promote differently."""
 
 
 class _Zeros(tuple[torch.dtype, tuple[int, ...]]):
@@ -121,7 +122,7 @@ class _Zeros(tuple[torch.dtype, tuple[int, ...]]):
 
 @cache
 def _has_kernel(op: Any, key: tuple[Any, ...], device: torch.device) -> bool | None:
-    """None where eager refuses these tensors for another reason."""
+    """Whether eager runs these arguments; None if it rejects them for a reason other than dtypes."""
     def given(x: Any) -> Any:
         if isinstance(x, _Zeros):
             return x.tensor(device)

@@ -1,9 +1,9 @@
-"""Finds the strides of eager's results where torch's metadata has others.
+"""Corrects the metadata of captured graphs where torch's strides differ from those of eager's results.
 
-AOTAutograd traces with rules for shapes and strides that stand beside the kernels, and some disagree with the kernels.
-What a captured graph says is what we promise to the caller, so it is put right here, from the node that is wrong to the
-results. Eager itself is asked where that is quick: its kernel runs once, on zeros. Rules are for larger tensors and for
-views. Where sizes are symbols, both are asked at some numbers for them (`size_samples.py`).
+AOTAutograd traces with rules for shapes and strides that are separate from the kernels, and some disagree with them.
+The metadata of a captured graph is what we promise to the caller, so it is corrected here, from the wrong node on to
+the results. If it is fast, eager's kernel itself is run once on zeros. Otherwise, and for views, rules decide. For
+symbolic sizes, both are evaluated at some sample numbers (`size_samples.py`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def order(shape: Sequence[int], operands: Sequence[Strides]) -> list[int]:
 
 
 def packed(shape: Sequence[int], dims: Sequence[int], least: int = 1) -> Strides:
-    """Of an array that is dense in this order of dimensions; `least`: what an empty one counts as."""
+    """The strides of a dense array with this order of dimensions; `least`: the size of an empty dimension."""
     out, step = [0] * len(shape), 1
     for d in dims:
         out[d] = step
@@ -77,12 +77,12 @@ def contiguous(shape: Sequence[int]) -> Strides:
 
 
 def preserved(t: torch.Tensor) -> Strides:
-    """Of a copy that keeps the order of memory."""
+    """The strides of a copy that preserves the memory format."""
     return t.stride() if dense(t) else packed(t.shape, order(t.shape, [t.stride()]))
 
 
 def suggested(t: torch.Tensor) -> torch.memory_format:
-    """Channels last where strides grow so, else contiguous."""
+    """Channels last if the strides are in that order, else contiguous (ATen's suggest_memory_format)."""
     dims = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(t.dim())
     if dims is None or t.stride(1) == 0:
         return torch.contiguous_format
@@ -95,11 +95,11 @@ def suggested(t: torch.Tensor) -> torch.memory_format:
 
 
 def elementwise(result: torch.Tensor, *operands: Any) -> Strides:
-    """As TensorIterator lays out what it makes of these operands; numbers are arrays without dimensions to it."""
+    """The strides that TensorIterator gives a result of these operands; it treats numbers as 0-dim tensors."""
     tensors = [x for x in operands if isinstance(x, torch.Tensor)]
     common = torch.result_type(*(operands if len(operands) == 2 else (tensors[0], tensors[-1])))
     shape = result.shape
-    # Operands of another dtype are copied to the common one first.
+    # Operands of another dtype are first copied to the common dtype.
     strides = [t.stride() if t.dtype is common else preserved(t) for t in tensors]
     if len(tensors) == len(operands) and all(t.shape == shape for t in tensors):
         laid = [t.as_strided(t.shape, s) for t, s in zip(tensors, strides, strict=True)]
@@ -115,9 +115,9 @@ def elementwise(result: torch.Tensor, *operands: Any) -> Strides:
     return contiguous(shape) if dims == [*range(len(shape))][::-1] else packed(shape, dims, least=0)
 
 
-# ---- by operator --------------------------------------------------------------------------------------------
+# ---- rules by operator --------------------------------------------------------------------------------------
 #
-# A rule is given the first result as torch has it, and the arguments, all on the meta device.
+# A rule takes the first result as torch describes it, and the arguments, all on the meta device.
 
 Rule = Callable[..., Strides]
 
@@ -144,7 +144,7 @@ def as_normalised(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: 
 
 
 def as_convolved(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Strides:
-    """Channels last where the image or the weights are; torch knows it for the CPU alone."""
+    """Channels last if the image or the weight is; torch's own rule does this only for the CPU."""
     last = x.dim() == 4 and torch.channels_last in (suggested(x), suggested(weight))
     return torch.empty_like(result, memory_format=torch.channels_last).stride() if last else result.stride()
 
@@ -154,7 +154,7 @@ def as_contiguous(result: torch.Tensor, *rest: Any, **options: Any) -> Strides:
 
 
 def rolled(_: torch.Tensor, x: torch.Tensor, shifts: Any, dims: Any = ()) -> Strides:
-    """The CPU's kernel joins two parts, along one dimension after the other."""
+    """The strides from the CPU's kernel, which concatenates two parts along one dimension after the other."""
     if not dims:
         return contiguous(x.shape)
     if x.numel() == 0:
@@ -166,11 +166,11 @@ def rolled(_: torch.Tensor, x: torch.Tensor, shifts: Any, dims: Any = ()) -> Str
 
 
 def copied_storage(result: torch.Tensor, x: torch.Tensor, *rest: Any, **options: Any) -> Strides:
-    """Eager copies all of the storage, but not that of what is expanded."""
+    """The input's strides, because eager copies the whole storage, unless the input is expanded."""
     return preserved(x) if any(m > 1 and s == 0 for m, s in zip(x.shape, x.stride(), strict=True)) else x.stride()
 
 
-# By what is said of operators (`Facts.strides`).
+# By the name in `Facts.strides`.
 RULES: dict[str, Rule] = {
     "preserved": as_preserved, "suggested": as_suggested, "pooled": as_pooled, "normalised": as_normalised,
     "contiguous": as_contiguous, "rolled": rolled, "convolved": as_convolved, "copied storage": copied_storage,
@@ -179,7 +179,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(op: Any) -> Asked | None:
-    """For an operator that is lowered by a formula, that of elementwise kernels; for a view, ATen's own code."""
+    """The rule of an operator: for a lowered formula, that of elementwise kernels; for a view, ATen's own code."""
     if is_view(op):
         return None if op is aten.as_strided.default else as_viewed
     known = facts(op)
@@ -191,24 +191,24 @@ def rule_of(op: Any) -> Asked | None:
     return as_made(lambda result, *args, **named: elementwise(result, *(a for a in args[:count] if a is not None)))
 
 
-# Elements of all tensors of a call together, up to which eager is asked: that takes less time than to trace the call.
+# Elements of all tensors of a call, up to which eager is run: that takes less time than tracing the call.
 FEW = 1 << 14
 
 
 def rules_of(op: OpOverload) -> list[Asked]:
-    """Whom to ask, in this order: eager's kernel, unless it is a view's, or draws or changes numbers; the rule."""
+    """The rules to try in order: eager's kernel (except for views, and operators that draw or write), then the rule."""
     runs = op.namespace == "aten" and not is_view(op) and not facts(op).random and all(
         a.alias_info is None for a in op._schema.arguments)
     return [asked for asked in (as_run if runs else None, rule_of(op)) if asked is not None]
 
 
-# Where each result of a node lies at the numbers of a sample: strides, and how far behind its argument a view begins.
+# The layout of a result at one sample: strides, and the offset of a view from its argument.
 Place = tuple[Strides, int]
 Asked = Callable[[fx.Node, Sequence[torch.Tensor], SizeSamples, int], list[Place]]
 
 
 def as_made(rule: Rule) -> Asked:
-    """By a rule for the first result. Several of one shape lie alike: a maximum and its place."""
+    """Apply a rule for the first result. Other results of the same shape share its layout (a maximum and its index)."""
 
     def asked(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
         args, named = arguments(n, samples, k)
@@ -220,7 +220,7 @@ def as_made(rule: Rule) -> Asked:
 
 
 def as_run(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
-    """By eager's kernel."""
+    """Run eager's kernel, and take the strides of its results."""
     op: Any = n.target
     args, named = arguments(n, samples, k)
     said = [bare(t, samples, k) for t in made]
@@ -236,7 +236,7 @@ def as_run(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: in
 
 
 def on_cpu(x: Any) -> Any:
-    """An argument with zeros for data."""
+    """Convert an argument to a CPU argument, with zeros as data."""
     if isinstance(x, (list, tuple)):
         return type(x)(map(on_cpu, x))
     if isinstance(x, torch.Tensor):
@@ -246,20 +246,20 @@ def on_cpu(x: Any) -> Any:
 
 
 def as_viewed(n: fx.Node, made: Sequence[torch.Tensor], samples: SizeSamples, k: int) -> list[Place]:
-    """By ATen's code for views, on an array of which nothing but shape and strides is known."""
+    """Run ATen's code for views on a tensor that has only a shape and strides."""
     args, named = arguments(n, samples, k)
     new = tensors_in(n.target(*args, **named))  # type: ignore[operator]
-    base = args[0]  # a number, in the conjugate of a factor that is one
+    base = args[0]  # it may be a number: the conjugate of a factor that is a number
     if not isinstance(base, torch.Tensor) or len(new) != len(made) or any(t.dtype is not base.dtype for t in new):
         raise ValueError("other elements")
     return [(t.stride(), int(t.storage_offset())) for t in new]
 
 
 def settle_strides(graph: fx.Graph, names_only: bool = False, hold: bool = False) -> None:
-    """Put eager's strides into the metadata of a graph whose tensors are on the CPU, or on the device, which does as
-    the CPU does. `names_only`: along dimensions of size one alone, where others have been told how the graph's results
-    lie. `hold`: sizes that nobody can write eager's strides in terms of, since they are zero or one here, are held at
-    what they are; with others the graph is captured anew."""
+    """Put eager's strides into the metadata of a graph with tensors on the CPU, or on our device, which follows the
+    CPU. `names_only`: only in dimensions of size one, if others rely on the layout of the graph's results. `hold`: if
+    eager's strides cannot be expressed in symbols because sizes are zero or one here, guard on these sizes; other sizes
+    are then captured again."""
     samples = SizeSamples(graph, hold)
     changed: set[fx.Node] = set()
     for n in graph.nodes:
@@ -280,15 +280,15 @@ def settle_strides(graph: fx.Graph, names_only: bool = False, hold: bool = False
 
 
 def share_memory(graph: fx.Graph) -> bool:
-    """Whether two results do. With gradients AOTAutograd makes the view of a result anew, outside of the graph, with
-    strides that it has traced."""
+    """Whether two results share memory. With gradients, AOTAutograd recreates the view of a result outside of the
+    graph, with the strides that it traced."""
     *_, output = graph.nodes
     roots = [view_root(n) for n in output.all_input_nodes]
     return len(set(roots)) < len(roots)
 
 
 def has_new_sizes(val: Any) -> bool:
-    """Whether data decide its shape: it would be a new symbol each time."""
+    """Whether data determines its shape: tracing it again would give new symbols each time."""
     return any(isinstance(m, torch.SymInt) and m.node.hint is None for t in tensors_in(val) for m in t.shape)
 
 
@@ -297,7 +297,7 @@ def tensors_in(val: Any) -> list[torch.Tensor]:
 
 
 def layout(val: Any) -> list[tuple[list[Any], list[Any], Any]]:
-    """Shapes, strides and offsets, as something that compares without asking for the values of symbols."""
+    """Shapes, strides and offsets in a form that compares without guarding on symbols."""
 
     def text(x: Any) -> Any:
         return x.node.expr if isinstance(x, torch.SymInt) else x
@@ -306,14 +306,14 @@ def layout(val: Any) -> list[tuple[list[Any], list[Any], Any]]:
 
 
 def moved(new: Any, val: Any) -> bool:
-    """Whether an element lies elsewhere."""
+    """Whether any element has a different address."""
     return any(at != was or any(n != 1 and a != b for n, a, b in zip(shape, strides, before, strict=True))
                for (shape, strides, at), (_, before, was) in zip(layout(new), layout(val), strict=True)
                if 0 not in shape)
 
 
 def traced(n: fx.Node) -> Any:
-    """What torch's rule says of its arguments as they are now."""
+    """The result of torch's rule for the node's present arguments."""
     val = n.meta["val"]
     mode = next((t.fake_mode for t in flat(val) if isinstance(t, FakeTensor)), None)
     if mode is None:
@@ -322,13 +322,13 @@ def traced(n: fx.Node) -> Any:
     try:
         with mode:
             new = n.target(*args, **named)  # type: ignore[operator]
-    except (RuntimeError, ValueError):  # a view that needs a copy of what lies so; ours needs none
+    except (RuntimeError, ValueError):  # torch's rule would need a copy for this view; our view does not
         return val
     return new if [t.shape for t in tensors_in(new)] == [t.shape for t in tensors_in(val)] else val
 
 
 def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
-    """What eager's kernel makes of the arguments as they are now, where torch's rule says something else."""
+    """The result of eager's kernel for the node's present arguments, if it differs from torch's rule."""
     rules = rules_of(n.target)  # type: ignore[arg-type]
     made = tensors_in(val)
     given = [t for a in n.all_input_nodes for t in tensors_in(a.meta["val"])]
@@ -339,13 +339,13 @@ def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
         return val
     for rule in rules:
         try:
-            with unset_fake_temporarily(), no_python_dispatcher():  # ATen's own code, not the rules in its place
+            with unset_fake_temporarily(), no_python_dispatcher():  # ATen's own code, not rules that replace it
                 asked = [rule(n, made, samples, 0)]
                 with suppress(ValueError) if samples.may_hold else nullcontext():
                     asked += [rule(n, made, samples, k) for k in range(1, len(samples))]
             new = [placed(t, [a[j] for a in asked], given, samples, is_view(n.target)) for j, t in enumerate(made)]
             break
-        except (RuntimeError, ValueError, TypeError, IndexError):  # an error of eager's comes with the call
+        except (RuntimeError, ValueError, TypeError, IndexError):  # an error of eager will come from the call itself
             pass
     else:
         return val
@@ -357,8 +357,8 @@ def settled(n: fx.Node, val: Any, samples: SizeSamples) -> Any:
 
 def placed(t: torch.Tensor, wanted: Sequence[Place], given: Sequence[torch.Tensor], samples: SizeSamples, view: bool
            ) -> torch.Tensor:
-    """A tensor like t that lies so at each sample; t itself if it does, or if nobody can say so of all sizes. Where
-    sizes may be held, one that lies so at the first sample will do."""
+    """A tensor like t with the wanted layout at each sample; t itself if it has it already, or if no layout for all
+    sizes is known. If sizes may be held, a layout for the first sample suffices."""
     start = given[0].storage_offset() if view else 0
     behind = t.storage_offset() - start if view else 0
     have = [(tuple(samples.value(s, k) for s in t.stride()), samples.value(behind, k)) for k in range(len(wanted))]
@@ -383,7 +383,7 @@ def placed(t: torch.Tensor, wanted: Sequence[Place], given: Sequence[torch.Tenso
 
 
 def arguments(n: fx.Node, samples: SizeSamples, k: int) -> Any:
-    """Those of a node, by position and by name, at the numbers of sample k."""
+    """A node's arguments, positional and by name, at the numbers of sample k."""
     return fx.node.map_aggregate((n.args, n.kwargs), lambda x: plain(x, samples, k))
 
 
@@ -392,13 +392,13 @@ def plain(x: Any, samples: SizeSamples, k: int) -> Any:
     if isinstance(x, fx.Node):
         x = x.meta["val"]
     if isinstance(x, (torch.SymFloat, torch.SymBool)):
-        return x.node.hint  # no layout depends on it; asked for its value, it would be held at it
+        return x.node.hint  # no layout depends on it, and asking for its value would add a guard
     return bare(x, samples, k) if isinstance(x, torch.Tensor) else samples.value(x, k) if isinstance(
         x, torch.SymInt) else x
 
 
 def bare(t: torch.Tensor, samples: SizeSamples, k: int) -> torch.Tensor:
-    """Of its shape and strides, and nothing else: ATen's own code computes with those of the meta device."""
+    """A meta tensor with the same shape and strides at sample k, so that ATen's own code can compute with them."""
     shape, strides = ([samples.value(s, k) for s in x] for x in (t.shape, t.stride()))
     with unset_fake_temporarily():
         return torch.empty_strided(shape, strides, dtype=t.dtype, device="meta")

@@ -43,10 +43,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class RunNumber:
-    """An argument that is a number, given at the run as the bits of a 64-bit word."""
+    """A number argument that is passed at run time as the bits of a 64-bit word."""
 
-    dtype: torch.dtype  # float: the word is that of a double
-    number: bool  # takes part in promotion as a Python number does
+    dtype: torch.dtype  # for a float, the word holds a double
+    number: bool  # in type promotion, it counts as a Python number
 
 
 @dataclass
@@ -54,13 +54,13 @@ class Captured:
     graph: Graph
     symbols: Symbols
     externs: dict[str, int] = field(default_factory=dict)  # operators without a lowering, counted
-    choices: list[str] = field(default_factory=list)  # of products: whose kernels they are, and why
+    choices: list[str] = field(default_factory=list)  # for each product, whose kernel was chosen and why
 
 
 def capture(gm: fx.GraphModule, caps: Capabilities, exclude: frozenset[str] = frozenset(),
             device: torch.device = CPU, policy: Policy = FAST, own: frozenset[str] = frozenset()) -> Captured:
-    """Lower every node of gm; those named in `exclude`, or not on `device`, are called as they are, and so are those
-    that a library has, unless they are in `own`."""
+    """Lower every node of gm. Nodes named in `exclude`, or not on `device`, become calls of ATen; so do products that a
+    library supports, unless they are named in `own`."""
     ops_loaded()
     c = Captured(Graph(capabilities=caps, device=device.type, policy=policy, own=own), Symbols())
     Lowering(gm, c, exclude, device).run()
@@ -74,14 +74,14 @@ class Lowering:
         self.elsewhere = Elsewhere(device)
         self.env: dict[fx.Node, Any] = {}
         self.storage = Storage(self)
-        self.done: set[fx.Node] = set()  # by a call that was made before them
+        self.done: set[fx.Node] = set()  # nodes covered by an earlier call
         self.scanned: set[str] = set()
-        self.looked_at = 0  # nodes that went into it
-        self.composite: list[tuple[Any, Host]] = []  # sizes that are not a symbol, and where they stand
+        self.looked_at = 0  # number of nodes that `scanned` covers
+        self.composite: list[tuple[Any, Host]] = []  # sizes that are more than one symbol, and where they can be read
         self.turns: StreamTurns | None = None
 
     def run(self) -> None:
-        self.g.typical = self.c.symbols.typical  # lowerings choose by them
+        self.g.typical = self.c.symbols.typical  # lowerings use them for decisions
         self.turns = turns = StreamTurns(self.gm, self.g) if is_streamed(self.gm) else None
         for n in self.gm.graph.nodes if turns is None else turns.nodes(self.gm.graph):
             if n.op == "placeholder":
@@ -89,7 +89,7 @@ class Lowering:
             elif n.op == "get_attr":
                 self.env[n] = self.attribute(n)
             elif n.target is saved_streams:
-                pass  # once all streams are known
+                pass  # at the output, when all streams are known
             elif n.op == "call_function":
                 if turns is not None and n.target is not operator.getitem:
                     self.only_here(n)
@@ -113,7 +113,7 @@ class Lowering:
     # ---- inputs and outputs ----------------------------------------------------------------------------
 
     def placeholder(self, n: fx.Node, name: str) -> None:
-        """`name`: that of the argument, unless it is a tensor."""
+        """Add an argument. `name`: its name, unless it is a tensor."""
         val = n.meta.get("val")
         self.g.arguments.append(name)
         if NUMBERS in n.meta:
@@ -134,7 +134,7 @@ class Lowering:
             self.bind(val, Host(name), force=True)
         elif val is None or isinstance(val, (int, float, bool)):
             self.env[n] = val
-        elif isinstance(val, FakeScriptObject):  # a mesh of processes, say: operators and results have it as it came
+        elif isinstance(val, FakeScriptObject):  # e.g. a process mesh: passed unchanged to operators and results
             self.env[n] = Host(name)
         else:
             raise UnsupportedError(f"argument {n.name} of type {type(val).__name__} in a captured graph")
@@ -146,7 +146,7 @@ class Lowering:
             return replace(build.run_number(Host(name), val.dtype), number=val.number, host=True)
 
     def only_here(self, n: fx.Node) -> None:
-        """Streams order what is on their device, and no other."""
+        """Refuse a node on another device: streams only order work on their own device."""
         for t in flat(n.meta.get("val")):
             if isinstance(t, torch.Tensor) and t.device != self.device:
                 raise UnsupportedError(f"{n.target} on {t.device}, in a function that uses streams of {self.device}")
@@ -173,7 +173,7 @@ class Lowering:
             self.g.numbers[s] = source
 
     def solve_sizes(self) -> None:
-        """A backward graph may be given s + 1 and never s itself: what is missing is solved for."""
+        """Solve for missing size symbols: a backward graph may be given s + 1 but never s itself."""
         for k, (size, source) in enumerate(self.composite):
             found = self.c.symbols.solve(size, f"part{k}", self.g.numbers)
             if found is not None:
@@ -186,7 +186,7 @@ class Lowering:
         return self.constant(held) if isinstance(held, torch.Tensor) else held
 
     def constant(self, t: torch.Tensor) -> Value:
-        """A tensor held by the graph itself: small ones become numbers in the text, others a call's result."""
+        """A tensor held by the graph: small ones become numbers in the kernels' text, others the result of a call."""
         number = t.item() if t.numel() == 1 and t.dtype in SUPPORTED else None
         with build.building(self.g):
             if number is not None and t.device == self.device:
@@ -210,7 +210,7 @@ class Lowering:
                 self.storage.lay_out(given)
         for r in results:
             if isinstance(r, fx.Node) and r.target is aten.copy_.default:
-                r = r.args[0]  # what copy_ returns is the input it wrote to
+                r = r.args[0]  # copy_ returns the input that it wrote to
             v = self.env[r] if isinstance(r, fx.Node) else r
             if isinstance(v, Value) and isinstance(r, fx.Node):
                 if r not in made:
@@ -252,12 +252,12 @@ class Lowering:
         if target in (random_replay.RUN_AND_SAVE, random_replay.RUN_WITH):
             return self.replayed(n, args, kwargs)
         if facts(target).same and self.elsewhere.is_constant(args[0]):
-            return args[0]  # nobody writes to it, and who returns it makes a copy
+            return args[0]  # nothing writes to it, and it is copied before it is returned
         if facts(target).reads_memory:
             args = self.in_memory(n, args)
         if writes_twice(n):
             return self.storage.called(n)
-        # A copy of all of the storage that an argument lies in would be one of ours, with what else is in it.
+        # A copy of an argument's whole storage would have to copy the buffer's other content too.
         nothing = self.device.type == "cpu" and computes_nothing(n) and not facts(target).copies_storage
         if isinstance(target, OpOverload) and n.name not in self.exclude and not nothing and self.lowerable(n, target):
             before = len(self.g.nodes)
@@ -273,8 +273,8 @@ class Lowering:
                 return self.settle_all(n, out)
             del self.g.nodes[before:]
             self.g.equal.clear()
-        # Eager's kernels choose their order of sums by strides too, and some read what overlaps wrongly (median).
-        # Products in fast numerics take what there is.
+        # Eager's kernels choose their summation order by strides too, and some read overlapping inputs wrongly
+        # (median). Library products in fast numerics take the strides as they are.
         if self.g.policy.exact or not facts(target).library:
             args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self.storage.passed)
         if (apart := self.without_last_step(n, args)) is not None:
@@ -283,8 +283,8 @@ class Lowering:
         return self.extern(n, args, kwargs, counted=not nothing)
 
     def without_last_step(self, n: fx.Node, args: Sequence[Any]) -> Any:
-        """The arguments of a library's call without its last step, and that step, where it becomes a part of what
-        follows instead of a kernel by itself."""
+        """The arguments of a library call without its last step, and that step, if it can fuse with what follows
+        instead of being a separate kernel; else None."""
         last = facts(n.target).last_step
         if last is None or self.g.policy.exact or not self.g.capabilities.waits_for_memory:
             return None
@@ -295,22 +295,22 @@ class Lowering:
         return fx.node.map_aggregate(n.args, self.lookup), fx.node.map_aggregate(n.kwargs, self.lookup)
 
     def in_memory(self, n: fx.Node, args: Any) -> Any:
-        """The arguments of an operator that looks at the memory of the first."""
+        """The arguments of an operator that looks at the memory of its first argument."""
         x = n.args[0]
         if not isinstance(x, fx.Node):
             return args
         schema = n.target._schema.arguments  # type: ignore[union-attr]
-        # By strides of its own it may go beyond the elements of its argument, whether it names where it begins or not.
+        # With explicit strides it may read beyond its argument's elements, even if it passes no storage offset.
         beyond = any(a.name == "storage_offset" for a in schema)
         return (self.storage.from_start(x) if beyond else self.storage.strided(x), *args[1:])
 
     def agreed(self) -> list[bool | None]:
-        """Whether sizes are equal that a lowering took for that. Not every rule of torch's has asked."""
+        """For each pair of sizes that a lowering assumed to be equal, whether they are equal."""
         pairs, self.g.equal = self.g.equal, {}
         return [self.c.symbols.same(a, b) for a, b in pairs]
 
     def computable(self, nodes: Sequence[Node]) -> bool:
-        """Whether the machine has all that the nodes ask for."""
+        """Whether the machine supports everything that the nodes need."""
         caps = self.g.capabilities
         lacking = caps.missing | caps.inexact if self.g.policy.exact else caps.missing
         lacks = bool(lacking) or caps.dtypes != SUPPORTED
@@ -323,7 +323,7 @@ class Lowering:
         return True
 
     def readable(self, args: Any) -> Any:
-        """Numbers that Python computes at the run, and scalars on the CPU, as values that a kernel can read."""
+        """Make run-time numbers and CPU scalars in the arguments readable for kernels."""
 
         def value(x: Any) -> Any:
             if not isinstance(x, Host):
@@ -342,10 +342,10 @@ class Lowering:
         return x
 
     def lowered(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What the operator's lowering makes of these arguments; NotImplemented where the call is ATen's."""
+        """Apply the operator's lowering to these arguments; NotImplemented if ATen has to be called."""
         try:
             return LOWERINGS[target](*args, **kwargs) if target in LOWERINGS else NotImplemented
-        except OutOfRange:  # ATen says so when it runs
+        except OutOfRange:  # ATen raises the error when it runs
             return NotImplemented
 
     def lowerable(self, n: fx.Node, target: OpOverload) -> bool:
@@ -365,13 +365,13 @@ class Lowering:
                 target, n.args, n.kwargs, self.device)
 
     def takes_functions(self, n: fx.Node) -> bool:
-        """Whether an operator of functions may be lowered: not for eager's bits, which are those of its parts."""
+        """Whether a higher-order operator may be lowered; not in exact numerics, where its parts must round alike."""
         known = [t for a in (n, *n.all_input_nodes) for t in flat(a.meta.get("val")) if isinstance(t, torch.Tensor)]
         return not self.g.policy.exact and all(
             supported(t, SUPPORTED) and t.device == self.device for t in known)
 
     def settle_all(self, n: fx.Node, out: Sequence[Any]) -> list[Any]:
-        """The same for results some of which are lists of results."""
+        """`settle` for several results, some of which are lists."""
         made = []
         for v, m in zip(out, n.meta["val"], strict=True):
             part = fx.Node(n.graph, n.name, n.op, n.target, (), {})
@@ -380,7 +380,7 @@ class Lowering:
         return made
 
     def settle(self, n: fx.Node, out: Any) -> Any:
-        """Check a lowering's results against torch's own metadata and take over the memory order."""
+        """Check a lowering's results against torch's metadata, and take over its memory order."""
         val = n.meta.get("val")
         values = list(out) if isinstance(out, (list, tuple)) else [out]
         metas = list(val) if isinstance(val, (list, tuple)) else [val]
@@ -398,14 +398,14 @@ class Lowering:
             strides = tuple(self.c.symbols.index(s) for s in m.stride())
             if b.strides is None and v.is_whole(b) and dense(shape, strides):
                 b.strides = strides
-            # A size that is a number by a guard is that number: by it lowerings broadcast.
+            # Use numbers for sizes that a guard fixes, because lowerings broadcast by them.
             known = tuple(a if a.is_const else b for a, b in zip(shape, v.shape, strict=True))
             if known != v.shape:
                 values[k] = v.view(known, lambda i: i)
         return values if isinstance(out, (list, tuple)) else values[0]
 
     def mutate(self, dst: Value, src: Value, negated: bool) -> Value:
-        """`negated`: the input's memory holds the opposites of its values."""
+        """Copy a value into an input. `negated`: the input's memory holds the negatives of its values."""
         if dst.buffer not in self.g.inputs:
             raise UnsupportedError("copy_ into something that is not an input of the graph")
         b = self.g.buffers[dst.buffer]
@@ -421,20 +421,20 @@ class Lowering:
             return src
         with build.building(self.g, "copy_"):
             new = build.pointwise(dst.shape, lambda i: -load_at(src, i) if negated else load_at(src, i), dst.dtype)
-        # In the order of what it goes to, gaps included: then it can be written there at once.
+        # With the strides of the target, gaps included, the kernel can write to the target directly.
         self.g.buffers[new.buffer].strides = b.strides
         self.g.mutations.append((dst.buffer, new))
         return new
 
     def can_write_to(self, target: Buffer, v: Value) -> bool:
-        """Whether the scan or scatter that makes a value could make it there. A copy would not fuse with those."""
+        """Whether the scan or scatter that makes a value can write to `target`. These would not fuse with a copy."""
         b = self.g.buffers[v.buffer]
         return (v.buffer in self.by_scans() and all(v.buffer != other.buffer for _, other in self.g.mutations)
                 and v.is_whole(b) and b.shape == target.shape and b.dtype is target.dtype
                 and b.strides == target.strides)
 
     def by_scans(self) -> set[str]:
-        """What scans and scatters make."""
+        """The names of values made by scans and scatters."""
         new, self.looked_at = self.g.nodes[self.looked_at:], len(self.g.nodes)
         self.scanned.update(name for n in new if isinstance(n, (Scan, Scatter)) for name in n.names)
         return self.scanned
@@ -456,7 +456,7 @@ class Lowering:
         if has_guessed_shape(target, val if several else [val]):
             raise GuessedShapeError(f"torch has no rule for the shape of {target}")
         metas = self.metas(target, val if several else [val])
-        if several:  # what nobody takes may be nothing at the run, whatever torch's rule for its shape says
+        if several:  # unused results may be absent at run time, whatever torch's shape rule says
             taken = {u.args[1] for u in n.users if u.target is operator.getitem}
             metas = [m if k in taken or len(taken) < len(n.users) else None for k, m in enumerate(metas)]
             metas = metas[:len(metas) - len(written)]
@@ -472,8 +472,8 @@ class Lowering:
         return made[0] if made else None
 
     def metas(self, target: Any, vals: Sequence[Any]) -> list[Any]:
-        """(shape, dtype, strides) of each tensor that a call returns. Integers follow from sizes: who takes one out has
-        its value."""
+        """(shape, dtype, strides) of each tensor that a call returns. Integers need none: they follow from sizes, and
+        the node that extracts one has its value."""
         to = self.c.symbols.index
         for m in vals:
             if m is not None and not isinstance(m, (torch.Tensor, torch.SymInt, int)):
@@ -488,13 +488,13 @@ class Lowering:
                 self.bind_sizes(v, m)
 
     def replayed(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A random operator that forward runs and backward repeats."""
+        """Call a random operator that the forward runs and the backward repeats."""
         val = random_replay.results(n)
         several = isinstance(val, (list, tuple))
         vals = list(val) if several else [val]
         save = n.target is random_replay.RUN_AND_SAVE
         state = [u.meta["val"] for u in n.users if save and u.args[1] == 0]
-        # The state's size is a symbol of its own, which only the node that takes it out of the tuple shows.
+        # The size of the state is a symbol of its own, which only appears in the node that extracts the state.
         device = vals[0].device
         before = state[:1] or ([random_state(device)] if save else [])
         op = str(n.args[0 if save else 1])
@@ -507,13 +507,14 @@ class Lowering:
 
 
 class Function:
-    """A graph inside of a graph, as a function of values: it is lowered where it is called."""
+    """A subgraph as a function of values: it is lowered where it is called."""
 
     def __init__(self, outside: Lowering, gm: fx.GraphModule) -> None:
         self.outside, self.gm = outside, gm
 
     def __call__(self, *values: Any) -> list[Any]:
-        """Its results. Each number on the way is a value like any other; what is more than an expression is refused."""
+        """Lower the body for these values; returns its results. Raises NotAnExpression for anything else than
+        expressions."""
         inside = Lowering(self.gm, self.outside.c, frozenset(), self.outside.device)
         given = iter(values)
         for n in self.gm.graph.nodes:
@@ -541,20 +542,20 @@ class Function:
 
 
 def has_guessed_shape(op: Any, vals: Sequence[Any]) -> bool:
-    """Where torch does not know that data decides a shape, it runs the operator on zeros to see what comes out."""
+    """Whether torch guessed the result's shape by running the operator on zeros, unaware that data decides it."""
     sizes = [n for t in vals if isinstance(t, torch.Tensor) for n in t.shape]
     return facts(op).guessed and all(isinstance(n, int) for n in sizes)
 
 
 def computes_nothing(n: fx.Node) -> bool:
-    """Whether it has no elements to compute, or nothing to compute them from, whatever the sizes of the run are. Then
-    it is a call of eager's kernel: some look at indices all the same."""
+    """Whether there are no elements to compute, or none to compute from, for all run-time sizes. Eager's kernel is then
+    called, since some check their indices regardless."""
     of = n.args[0].meta.get("val") if n.args and isinstance(n.args[0], fx.Node) else None
     made, given = ([any(isinstance(m, int) and m == 0 for m in t.shape) for t in found if isinstance(t, torch.Tensor)]
                    for found in (flat(n.meta.get("val")), (of,)))
-    return not is_view(n.target) and (any(given) or (all(made) and bool(made)))  # of a list, some may have elements
+    return not is_view(n.target) and (any(given) or (all(made) and bool(made)))  # in a list, some may have elements
 
 
 def supported(t: torch.Tensor, dtypes: Set[torch.dtype]) -> bool:
-    """Whether its memory holds its values: a negated view (of a conjugate's imaginary part) holds their opposites."""
+    """Whether kernels can read it: a negated view (a conjugate's imaginary part) holds negated values."""
     return t.dtype in dtypes and t.layout is torch.strided and not t.is_quantized and not t.is_neg()

@@ -1,7 +1,7 @@
 """Replaces operators that return new values of their arguments by their in-place forms.
 
-A graph without side effects has running statistics as results, which it copies into its inputs at the end; eager's
-kernel writes them there itself. Where nobody else looks at either, so does the call.
+In a graph without side effects, running statistics are results that are copied into the inputs at the end, whereas
+eager's kernel writes to the inputs directly. If nothing else reads either, the call does the same.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class InPlace:
     op: Any
-    written: tuple[int, ...]  # arguments
-    done: tuple[fx.Node, ...]  # nodes that the call takes the place of
+    written: tuple[int, ...]  # positions of the arguments that it writes to
+    done: tuple[fx.Node, ...]  # nodes that the call replaces
 
 
 def in_place_form(n: fx.Node) -> InPlace | None:
-    """What to call in place of a node's operator; None if there is no such form, or if somebody would notice."""
+    """The in-place form of a node's operator; None if there is none, or if other nodes would see the difference."""
     op, written = writing_form(n.target)
     done: list[fx.Node] = []
     for k, at in enumerate(written):
@@ -41,7 +41,7 @@ def in_place_form(n: fx.Node) -> InPlace | None:
 
 @cache
 def writing_form(op: Any) -> tuple[Any, tuple[int, ...]]:
-    """The form that writes, and by position the arguments it writes: their new values are the last results of `op`."""
+    """The in-place form of `op`, and the positions of the arguments it writes: `op` returns their new values last."""
     if isinstance(op, OpOverload) and len(op._schema.returns) > 1:
         for form in overloads_named(facts(op).in_place):
             written = tuple(k for k, a in enumerate(form._schema.arguments) if a.is_write)
@@ -52,12 +52,12 @@ def writing_form(op: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def copied_by(n: fx.Node, output: int, into: Any) -> list[fx.Node] | None:
-    """The nodes that bring a result into an input which nobody but the node reads; None if it goes anywhere else."""
+    """The nodes that copy a result into an input which only this node reads; None if the result is used elsewhere."""
     if not isinstance(into, fx.Node) or into.op != "placeholder":
         return None
     others = [u for u in into.users if u is not n]
     path = [u for u in n.users if u.target is operator.getitem and u.args[1] == output]
-    # The result is a copy of the input, written to, whatever torch's rule for its dtype says: and then casts it.
+    # The result is a copy of the input that was written to, whatever torch's dtype rule says; hence the casts.
     while len(path) in (1, 2) and [u.target for u in path[-1].users] == [aten._to_copy.default]:
         path += path[-1].users
     if len(path) not in (1, 2) or len(others) != 1 or list(path[-1].users) != others:

@@ -1,12 +1,12 @@
 """Keeps operators whole during capture that torch would decompose before it asks any table.
 
-Some operators have Python kernels of torch below autograd that write them as many small ones (upsampling becomes
-a dozen gathers, and its gradient as many scatters). Within `whole_operators` those kernels are put aside for what we
-lower, and others stand in their place where an operator says so (`Facts.traced`): the forms of upsampling with a list
+For some operators, torch has Python kernels below autograd that decompose them into many small operators (upsampling
+becomes a dozen gathers, and its gradient as many scatters). `whole_operators` disables those kernels for operators that
+have a lowering, and installs others where an operator asks for it (`Facts.traced`): the forms of upsampling with a list
 of scale factors call the plain operator.
 
-In exact numerics all of those kernels are put aside: eager does not use them (its dropout on a CPU is another). And
-gradients for which eager looks at the data, which nobody can who traces, are calls that look when they run.
+In exact numerics all those kernels are disabled, because eager does not use them (its dropout on a CPU is different).
+Gradients for which eager looks at the data, which a trace cannot do, become calls that look at it when they run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 def below_autograd(op: OpOverload) -> Callable[..., Any]:
-    """The operator itself, where torch has written its gradient as that of a formula."""
+    """Call the operator itself, if torch defines its gradient through a decomposition."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with AutoDispatchBelowAutograd():
@@ -41,7 +41,7 @@ def below_autograd(op: OpOverload) -> Callable[..., Any]:
 
 @cache
 def with_formula() -> tuple[OpOverload, ...]:
-    """The operators for which torch has such kernels, but for those that round nothing."""
+    """The operators for which torch has such kernels, except for those that never round."""
     aten = torch.ops.aten
     packets = (getattr(aten, name) for name in dir(aten) if not named(name).unrounded)
     every = (getattr(p, o) for p in packets if isinstance(p, OpOverloadPacket) for o in p.overloads())
@@ -49,8 +49,8 @@ def with_formula() -> tuple[OpOverload, ...]:
 
 
 def of_other_libraries() -> dict[OpOverload, Callable[..., Any]]:
-    """Operators that write what one that we lower returns into its first argument. Torch traces its own without side
-    effects; those of others it would wrap, and nobody could look inside."""
+    """In-place forms of operators from other libraries that have a lowering, each as a copy of the functional result.
+    Torch functionalizes its own operators, but would wrap these opaquely."""
     return {form: partial(_written, op) for op in LOWERINGS if op.namespace not in SPACES
             for form in overloads_named(facts(op).in_place)
             if [(a.name, str(a.type)) for a in form._schema.arguments] == [

@@ -1,4 +1,4 @@
-"""Tensors of a graph that are on other devices than the graph itself, and how they get there."""
+"""Handles tensors of a graph that are on other devices than the graph itself."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flambeau.runtime.launch_plan import laid_out, on_device
 
 
 class Elsewhere:
-    """The values of a graph that are not on its device: kernels cannot read them, calls can."""
+    """The values that are not on the graph's device: kernels cannot read them, but calls can."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: set[str] = set()
-        self._numbers: dict[str, Any] = {}  # what is known of constants with one element
+        self._numbers: dict[str, Any] = {}  # values of constants with one element
         self._brought: dict[str, Value] = {}
 
     def __contains__(self, v: Value) -> bool:
         return v.buffer in self._buffers
 
     def note(self, v: Value | None, t: torch.Tensor | None) -> None:
-        """v is torch's t, wherever that may be."""
+        """Record that v stands for the tensor t, if t is on another device."""
         if v is not None and t is not None and t.device != self.device:
             self._buffers.add(v.buffer)
 
@@ -40,7 +40,7 @@ class Elsewhere:
         return v.buffer in self._numbers
 
     def brought(self, x: Any) -> Any:
-        """A scalar where kernels can read it; anything else as it is."""
+        """Make a scalar readable for kernels; any other argument is returned unchanged."""
         if not isinstance(x, Value) or x not in self:
             return x
         if x.buffer in self._numbers:
@@ -56,7 +56,7 @@ class Elsewhere:
         return self._brought[x.buffer]
 
     def copied(self, v: Value, strides: tuple[Index, ...]) -> Value:
-        """v in memory of its own with these strides, where it is."""
+        """Copy v to new memory with these strides, on its own device."""
         made, = build.extern(laid_out, (v, strides), {}, [(v.shape, v.dtype, strides)])
         assert made is not None
         self._buffers.add(made.buffer)

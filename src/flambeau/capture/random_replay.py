@@ -1,8 +1,8 @@
 """Random operators that the backward runs again (activation checkpointing): calls with the saved random state.
 
-The partitioner wraps them: forward returns the generator's state beside the result, backward takes it. Forward and
-backward are compiled apart, and one of them may have been left to ATen; so the state is always torch's own, and the
-operator ATen's.
+The partitioner wraps such operators: the forward returns the generator's state along with the result, and the backward
+takes it. Forward and backward are compiled separately, and one of them may be left to ATen. So the state is always
+torch's own, and the operator is ATen's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RUN_WITH = torch.ops.higher_order.run_with_rng_state
 
 
 def results(n: fx.Node) -> Any:
-    """What torch says of the wrapped operator's results: a fake tensor, or several. The wrapper's node does not say."""
+    """Torch's metadata for the wrapped operator's results (a fake tensor, or several), not on the wrapper's node."""
     start = 1 if n.target is RUN_AND_SAVE else 2
     op: Any = n.args[start - 1]
     args: Any

@@ -1,7 +1,7 @@
 """Sample values for the symbolic sizes of a graph.
 
-A rule of ATen's compares sizes and strides. Where those are symbols it is asked at some numbers for them, the first of
-which are the sizes that the graph was captured with, and what it answers is written in terms of the symbols again.
+ATen's rules compare sizes and strides. If these are symbols, a rule is evaluated at some sample numbers for them, and
+its answers are expressed in the symbols again. The first sample has the sizes that the graph was captured with.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch.fx as fx
 
 from flambeau.runtime.placement import flat
 
-# Odd ones, so that no product of them is another's, nor one of the sizes that are constants.
+# Odd primes, so that no product of them equals another one, or a size that is a constant.
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 Numbers = dict[Any, Any]
 
 
 class UnknownSize(ValueError):
-    """A size that only data decide."""
+    """Raised for a size that only data determines."""
 
 
 class SizeSamples:
-    """Some numbers for all symbols of a graph. A graph without symbols has one sample, without numbers."""
+    """Sample numbers for all symbols of a graph. A graph without symbols has one sample without numbers."""
 
     def __init__(self, graph: fx.Graph, may_hold: bool = False) -> None:
         self.graph, self.may_hold = graph, may_hold
-        self.held: list[torch.Tensor] = []  # those whose strides are right at the first sample alone
+        self.held: list[torch.Tensor] = []  # tensors whose strides are only right at the first sample
         self.draw()
 
     def draw(self) -> None:
@@ -44,7 +44,7 @@ class SizeSamples:
             self.numbers += further(hints, envs[0])
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The graph holds for these at the sizes of the first sample alone, from now on."""
+        """Guard the sizes and strides of these tensors at the values of the first sample."""
         for t in tensors:
             for s in (*t.shape, *t.stride()):
                 if isinstance(s, torch.SymInt) and s.node.hint is not None:
@@ -55,7 +55,7 @@ class SizeSamples:
         return len(self.numbers)
 
     def value(self, x: Any, k: int) -> int:
-        """A size at the numbers of sample k."""
+        """The value of a size at sample k."""
         if not isinstance(x, torch.SymInt):
             return int(x)
         found = x.node.expr.xreplace(self.numbers[k])
@@ -65,12 +65,12 @@ class SizeSamples:
 
     def written(self, wanted: Sequence[Sequence[int]], candidates: Iterable[Sequence[Any]], shape: Sequence[Any]
                 ) -> list[Any] | None:
-        """Strides in terms of symbols that have these values at the samples, dimension by dimension from tensors that
-        lie so, or from an array that is packed in this order; None if there are none."""
+        """Symbolic strides that have these values at the samples; None if there are none. Each dimension is taken from
+        one of the candidates, or from an array that is packed in this order."""
         if len(self) == 1 and not self.numbers[0]:
             return list(wanted[0])
         order = sorted(range(len(shape)), key=lambda d: (wanted[0][d], wanted[0][d] * self.value(shape[d], 0), -d))
-        products: list[Any] = [1]  # what has no elements counts as one in some of eager's kernels, and not in others
+        products: list[Any] = [1]  # some of eager's kernels count empty dimensions as one, others do not
         whole: list[Any] = [1]
         for d in order:
             products.append(products[-1] * torch.sym_max(shape[d], 1))
@@ -94,7 +94,7 @@ def symbolic(graph: fx.Graph) -> Iterable[torch.SymInt]:
 
 
 def further(hints: Numbers, env: Any) -> list[Numbers]:
-    """Other numbers, for which the graph holds as well: as many sizes as its guards allow are changed."""
+    """A second sample that satisfies the graph's guards, with as many sizes changed as they allow."""
     guards = [env.replace(g.expr) for g in env.guards]
     names = sorted(hints, key=str)
 

@@ -1,9 +1,9 @@
 """Models eager's memory: which storage a value is in, with which strides, and which values share it.
 
-Lowerings are lazy: a repeat, a flip or a copy is a change of index on somebody else's buffer, and costs nothing to who
-reads its elements. Some look at memory instead: `as_strided`, a view as another dtype, the caller who gets two results
-of which one is a view of the other. For them there is `Storage.of`: a value whose buffer is laid out as eager's memory,
-made by a copy where the lazy value is not. Which node's memory a node is in, the captured graph says.
+Lowerings are lazy: a repeat, a flip or a copy is just another index into an existing buffer, and costs nothing for
+operators that read its elements. Some operators look at memory instead: `as_strided`, a view as another dtype, or a
+caller that gets a result and a view of it. For these, `Storage.of` returns a value whose buffer is laid out as eager's
+memory, with a copy where the lazy value is not. The captured graph tells who shares memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_view(op: Any) -> bool:
 
 
 def viewed(n: fx.Node) -> fx.Node | None:
-    """The node in whose memory n is, one step up; None if it has memory of its own."""
+    """The node that n is a direct view of; None if n has its own memory."""
     if n.op != "call_function" or not n.args or not isinstance(n.args[0], fx.Node):
         return None
     up = n.args[0]
@@ -57,7 +57,7 @@ def view_root(n: fx.Node) -> fx.Node:
 
 
 def copies_input(n: fx.Node) -> bool:
-    """Whether its storage is a copy of an input's, of which nobody knows the size before the run."""
+    """Whether its storage is a copy of an input's storage, whose size is only known at run time."""
     if not facts(n.target).copies_storage:
         return False
     base = view_root(n.args[0])  # type: ignore[arg-type]
@@ -65,8 +65,8 @@ def copies_input(n: fx.Node) -> bool:
 
 
 def is_behind(n: fx.Node) -> bool:
-    """Whether it may begin behind the beginning of such a copy, as the argument of which that is the copy does. What
-    torch says of a copy of a copy begins at zero."""
+    """Whether its offset in such a copied storage may be nonzero, as that of its argument. Torch's metadata for a copy
+    of a copy says zero."""
     if not facts(n.target).copies_storage:
         return False
     x: fx.Node = n.args[0]  # type: ignore[assignment]
@@ -74,8 +74,8 @@ def is_behind(n: fx.Node) -> bool:
 
 
 def writes_twice(n: fx.Node) -> bool:
-    """Whether it writes into a copy in which elements share a place, so that others change as well. Of what is expanded
-    eager makes a copy without that."""
+    """Whether it writes into a copied storage in which elements overlap, so that others change too. For expanded inputs
+    eager makes a copy without overlaps."""
     if not facts(n.target).copies_storage:
         return False
     x = n.args[0].meta["val"]  # type: ignore[union-attr]
@@ -85,7 +85,7 @@ def writes_twice(n: fx.Node) -> bool:
 
 
 def hint(x: Any) -> int:
-    """A size, or what it was when it was captured; 1 where only data decide."""
+    """A size, or for a symbol its value at capture; 1 if only data determines it."""
     return int(x.node.hint or 1) if isinstance(x, torch.SymInt) else int(x)
 
 
@@ -97,21 +97,21 @@ def is_zero(x: Any) -> bool:
 
 
 class Storage:
-    """The memory of the nodes that a capture has lowered."""
+    """The memory of the nodes that have been lowered so far."""
 
     def __init__(self, lowering: Lowering) -> None:
         self.lowering, self.g = lowering, lowering.g
-        self._of: dict[fx.Node, Value] = {}  # what makes memory
-        self._views: dict[tuple[fx.Node, Value], Any] = {}  # views, of what lies there
-        self._called: set[fx.Node] = set()  # of these, what ATen made
-        self._owners: dict[str, fx.Node] = {}  # buffer -> the node whose memory it is for the caller
-        self.borrowed: set[str] = set()  # made by calls, in memory of somebody else
+        self._of: dict[fx.Node, Value] = {}  # for nodes with memory of their own
+        self._views: dict[tuple[fx.Node, Value], Any] = {}  # views, by node and value of their base
+        self._called: set[fx.Node] = set()  # those nodes in `_of` that ATen computes
+        self._owners: dict[str, fx.Node] = {}  # buffer -> the node that owns it from the caller's view
+        self.borrowed: set[str] = set()  # results of calls that lie in other values' memory
 
     def strides(self, n: fx.Node) -> tuple[Index, ...]:
         return tuple(self.lowering.c.symbols.index(s) for s in n.meta["val"].stride())
 
     def of(self, n: fx.Node) -> Any:
-        """The value of n as it lies in eager's memory; a list for a view that is several."""
+        """The value of n as laid out in eager's memory; a list for a view with several results."""
         up = viewed(n)
         if up is None:
             if n not in self._of:
@@ -123,14 +123,14 @@ class Storage:
         lazy = self.lowering.env[n]
         called = isinstance(lazy, Value) and lazy.buffer in self.borrowed
         if isinstance(lazy, Value) and lazy.numel is ZERO and lazy.dtype is above.dtype and not called:
-            # No index leads there, whatever a lowering made of it. ATen's view may be an error.
+            # It has no elements, so no index is ever used, whatever the lowering made of it. ATen's view could fail.
             return Value(above.buffer, lazy.shape, lazy.dtype, (ZERO,) * len(self.g.buffers[above.buffer].shape))
         if (n, above) not in self._views:
             self._views[n, above] = self.view(n, up, above)
         return self._views[n, above]
 
     def view(self, n: fx.Node, up: fx.Node, above: Value) -> Any:
-        """The view n of what lies there."""
+        """The view n, applied to its base in eager's layout."""
         lazy = self.lowering.env[n]
         if above == self.lowering.env[up] and inside(lazy, above):
             return lazy
@@ -140,11 +140,11 @@ class Storage:
             out = self.lowering.lowered(n.target, (above, *args[1:]), named)
             if out is not NotImplemented and inside(out, above):
                 return self.lowering.settle(n, out)
-            del self.g.nodes[before:]  # it would compute what is to be a view
+            del self.g.nodes[before:]  # the lowering computes new values, but a view is needed
             return self.lowering.extern(n, (self.strided(up), *args[1:]), named, counted=n.target not in LOWERINGS)
 
     def made(self, n: fx.Node) -> Value:
-        """What makes memory, in a buffer that is laid out as this memory is in eager."""
+        """The value of a node with its own memory, in a buffer that is laid out as in eager."""
         v: Value = self.lowering.env[n]
         b = self.g.buffers[v.buffer]
         if n.op == "placeholder" or v in self.lowering.elsewhere:
@@ -156,7 +156,7 @@ class Storage:
             if b.strides is None:
                 b.strides = as_laid(v, b, want) or contiguous_strides(b.shape)
             return v if v.numel is b.numel and lies_as(v, b, want) else self.copied(v, want)
-        # There are gaps, with what was in them before (a scatter into every other column): only ATen knows.
+        # There are gaps that keep their old content (a scatter into every other column): only ATen knows it.
         return self.called(n) if facts(n.target).copies_storage else self.copied(v, want)
 
     def called(self, n: fx.Node) -> Value:
@@ -173,25 +173,25 @@ class Storage:
         return self.lowering.lookup(x)
 
     def passed(self, x: Any) -> Any:
-        """An argument of a call that shall see what eager's kernel sees."""
+        """An argument of a call, with the strides that eager's kernel would see."""
         v = self.lowering.lookup(x)
         return self.strided(x) if isinstance(v, Value) and v not in self.lowering.elsewhere else v
 
     def from_start(self, n: fx.Node) -> Value:
-        """`strided`, for who counts from the start of a storage: a copy of an input's is as long as that."""
+        """`strided` for operators that count from the start of the storage: a copy of an input's storage is as long."""
         root = view_root(n)
         if copies_input(root):
             self.call_copy(root)
         return self.strided(n)
 
     def call_copy(self, root: fx.Node) -> None:
-        """Let ATen copy the storage."""
+        """Let ATen make the copy of the storage."""
         if root not in self._called:
             self._called.add(root)
             self._of[root] = self.called(root)
 
     def copied(self, v: Value, strides: tuple[Index, ...]) -> Value:
-        """In a buffer of its own. Holes and overlaps too: nodes that were captured with these strides read by them."""
+        """Copy into a new buffer, with gaps and overlaps too: nodes were captured for exactly these strides."""
         with build.building(self.g, "copy"):
             if v in self.lowering.elsewhere:
                 return self.lowering.elsewhere.copied(v, strides)
@@ -200,8 +200,8 @@ class Storage:
         return copy
 
     def lay_out(self, n: fx.Node) -> None:
-        """Before anybody is given n or what shares its memory: a root in whose dimensions n is no strided array is laid
-        out in one."""
+        """Prepare n before it or a view of its memory is returned: if n is not strided in the dimensions of its root,
+        lay out the root in a one-dimensional buffer."""
         root = view_root(n)
         if root is n or root.op == "placeholder":
             return
@@ -216,7 +216,7 @@ class Storage:
             self._of[root] = Value(line.buffer, base.shape, base.dtype, (at,))
 
     def result(self, n: fx.Node) -> Value:
-        """What the caller gets for n: in memory that is no other node's, unless torch says that it is."""
+        """The value that the caller gets for n. It shares memory with another node only if torch's metadata says so."""
         if n.op == "placeholder":
             return self.lowering.env[n]
         root = view_root(n)
@@ -229,8 +229,8 @@ class Storage:
         return self.strided(n)
 
     def replayed(self, n: fx.Node) -> Any:
-        """A view of an input, made by ATen. Gradients go through it outside of the graph: AOTAutograd makes it again as
-        it was made, which it knows of ATen's views alone where sizes are symbols."""
+        """A view of an input, made by ATen. With gradients, AOTAutograd recreates it outside of the graph, and for
+        symbolic sizes it only can if ATen made the view."""
         up = viewed(n)
         if up is None:
             return self.lowering.env[n]
@@ -242,7 +242,7 @@ class Storage:
             return self.lowering.extern(n, (above, *args[1:]), named, counted=False)
 
     def strided(self, n: fx.Node) -> Value:
-        """The value of n in eager's memory, with eager's strides in dimensions of size one too."""
+        """The value of n in eager's memory, with eager's strides, also in dimensions of size one."""
         v: Value = self.of(n)
         want = self.strides(n)
         b = self.g.buffers[v.buffer]
@@ -250,13 +250,13 @@ class Storage:
             return self.on_line(n, v) or self.copied(v, want)
         start = self.offset(n, v)
         whole = v.is_whole(b) or (v.shape == b.shape and v.numel is ZERO)
-        if start is ZERO and whole:  # as the buffer itself: who compares the two finds them equal
+        if start is ZERO and whole:  # a canonical form, so that comparisons find it equal to the buffer
             v, start = self.g.whole(v.buffer), None
         return replace(v, strides=want, offset=start)
 
     def on_line(self, n: fx.Node, v: Value) -> Value | None:
-        """A view of a root that lies as in eager, in a buffer of one dimension (`lay_out`), by its strides: which place
-        that is in terms of the root's dimensions may be more than index algebra finds out."""
+        """A view of a root that has eager's layout in a one-dimensional buffer (`lay_out`), by its strides: index
+        algebra may be unable to express it in the root's dimensions."""
         root = view_root(n)
         base, b = self.of(root), self.g.buffers[v.buffer]
         whole = root is not n and base.buffer == v.buffer and b.shape == (base.numel,) and b.strides == (ONE,)
@@ -268,14 +268,13 @@ class Storage:
         return Value(v.buffer, v.shape, v.dtype, (at,), strides=want)
 
     def offset(self, n: fx.Node, v: Value) -> Index | None:
-        """Where a view begins, counted from what its buffer is all of, if it may be without elements; None: its index
-        says it."""
+        """The offset of a view that may be empty, counted from the node that owns its buffer; else None."""
         if (v.numel.bounds()[0] or 0) > 0:
             return None
         base, up = n, viewed(n)
         while up is not None:
             above = self.of(up)
-            if isinstance(above, Value):  # not several
+            if isinstance(above, Value):  # not a list
                 if above.buffer != v.buffer:
                     break
                 base = up
@@ -294,21 +293,21 @@ class Storage:
 
 
 def inside(x: Any, above: Value) -> bool:
-    """Whether a lowering's result is a view of that."""
+    """Whether a lowering's result is a view of `above`."""
     values = x if isinstance(x, (list, tuple)) else [x]
-    return all(v is None or (v.buffer == above.buffer and v.dtype is above.dtype) for v in values)  # None: nobody's
+    return all(v is None or (v.buffer == above.buffer and v.dtype is above.dtype) for v in values)  # None: unused
 
 
 def lies_as(v: Value, b: Buffer, want: Sequence[Index]) -> bool:
-    """Whether a value has these strides in its buffer; in dimensions of one element they are a matter of names."""
+    """Whether a value has these strides in its buffer; strides of dimensions with one element do not matter."""
     have = strided(v, b)
     return have is not None and (v.numel is ZERO or all(
         h is w or n.at_most_one() for h, w, n in zip(have[0], want, v.shape, strict=True)))
 
 
 def as_laid(v: Value, b: Buffer, want: Sequence[Index]) -> tuple[Index, ...] | None:
-    """The strides of a buffer with which a value that is all of it, up to the order of dimensions and those of size
-    one, has the strides that are wanted; None if it is not."""
+    """The strides of a buffer such that a value covering all of it (dimensions reordered, or of size one) has the
+    wanted strides; None if it does not cover it."""
     places = {as_index(var): k for k, var in enumerate(dim_vars(v.shape)) if v.shape[k] is not ONE}
     out = []
     for i, n in zip(v.index, b.shape, strict=True):
@@ -320,7 +319,7 @@ def as_laid(v: Value, b: Buffer, want: Sequence[Index]) -> tuple[Index, ...] | N
 
 
 def dense(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
-    """Non-overlapping and without holes, so that a fresh buffer can have these strides."""
+    """Whether strides have no overlaps and no gaps, so that a new buffer can have them."""
     left = [(n, s) for n, s in zip(shape, strides, strict=True) if n is not ONE]
     step = ONE
     while left:

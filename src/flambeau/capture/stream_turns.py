@@ -1,10 +1,10 @@
-"""The streams of a captured graph: the stream of each group of nodes, and what orders the streams.
+"""The streams of a captured graph: the stream of each group of nodes, and the operations that order streams.
 
-Nodes carry the stream and the turn of the function's node that they come from (compile/user_streams.py); a gradient's
-nodes have the stream of what they are the gradient of, as in eager. Turn by turn, what orders streams comes first, then
-the nodes. Streams and events are known by their places in a table that each call fills (torch_compat/streams.py), so
-that a call may bring other streams than the one that was traced. A backward runs when that table holds other calls'
-objects: the numbers of its streams are saved for it like a tensor.
+Nodes carry the stream and the turn of the node in the user's function that they come from (compile/user_streams.py).
+The nodes of a gradient have the stream of the forward node, as in eager. In each turn, the operations that order
+streams come first, then the nodes. Streams and events are identified by their index in a table that each call fills
+(torch_compat/streams.py), so a call may use other streams than the traced one. When a backward runs, that table holds
+the objects of another call; so the numbers of its streams are saved for it like a tensor.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from flambeau.ir.program import Record, StreamNumbers, Synchronize, Wait
 from flambeau.ir.program import Step as ProgramStep
 from flambeau.torch_compat.streams import CALLER, is_gradient_sum
 
-MARK = "flambeau"  # in a node's meta["custom"]: its turn, and its stream
-ORDERS = "flambeau_orders"  # in the meta of a graph: for each turn what orders streams before its nodes
+MARK = "flambeau"  # key in a node's meta["custom"]: its turn and its stream
+ORDERS = "flambeau_orders"  # key in a graph's meta: for each turn, the operations that order streams before its nodes
 
 
 def mark_of(n: fx.Node) -> tuple[int, int] | None:
@@ -31,43 +31,42 @@ def mark_of(n: fx.Node) -> tuple[int, int] | None:
 
 
 def is_streamed(gm: fx.GraphModule) -> bool:
-    """Whether a captured graph has to do with streams."""
+    """Whether a captured graph uses streams."""
     return any(gm.meta.get(ORDERS, ())) or bool(places_of(gm.graph))
 
 
 def places_of(graph: fx.Graph) -> tuple[int, ...]:
-    """The streams beside the caller's that its nodes are on."""
+    """The streams that the graph's nodes are on, other than the caller's."""
     found = {mark[1] for n in graph.nodes if n.op == "call_function" and (mark := mark_of(n)) is not None}
     return tuple(sorted(found - {CALLER}))
 
 
 def saved_streams(places: tuple[int, ...]) -> torch.Tensor:
-    """In a forward graph: the numbers of the streams at these places, for its backward."""
+    """A placeholder in a forward graph: the numbers of the streams at these places, saved for its backward."""
     raise NotImplementedError("this is written out where a graph is lowered")
 
 
 class StreamTurns:
-    """Follows the nodes of a graph that uses streams."""
+    """Tracks streams while the nodes of a graph are lowered in turn order."""
 
     def __init__(self, gm: fx.GraphModule, graph: Graph) -> None:
         self.g = graph
         self.orders = gm.meta.get(ORDERS, ())
         self.marks = dict(marks(gm.graph, bool(self.orders)))
-        self.done = 0  # turns whose orders are steps
-        self.streams = {CALLER: 0}  # by their places in the table
-        self.events: dict[int, int] = {}  # by place: what was recorded last
+        self.done = 0  # number of turns whose orders have become steps
+        self.streams = {CALLER: 0}  # numbers of streams, by place in the table
+        self.events: dict[int, int] = {}  # by place: the number of the latest record
         self.count = 0
         self.now = 0
-        self.waiting: list[ProgramStep] = []  # that no turn has yet
+        self.waiting: list[ProgramStep] = []  # steps that are not yet attached to a turn
         graph.turns.append(Turn(0, 0))
 
     def nodes(self, graph: fx.Graph) -> list[fx.Node]:
-        """In the order of their turns, which no value is against: what it is computed from has an earlier one, or
-        the same."""
+        """The graph's nodes by turn. This order is valid, as no node has an earlier turn than its arguments."""
         return sorted(graph.nodes, key=lambda n: self.marks[n][0])
 
     def take_saved(self, places: tuple[int, ...], argument: str) -> None:
-        """A backward's streams, whose numbers are in this argument."""
+        """Register the streams of a backward, whose numbers are passed in this argument."""
         self.g.ticket = argument
         for place in places:
             self.stream(place)
@@ -79,7 +78,7 @@ class StreamTurns:
         return self.streams.setdefault(place, len(self.streams))
 
     def enter(self, n: fx.Node) -> None:
-        """What is made from here on goes to the node's stream."""
+        """Switch to the stream of a node for everything made from here on."""
         turn, place = self.marks[n]
         self.pass_orders(turn)
         self.turn(self.stream(place))
@@ -121,13 +120,13 @@ class StreamTurns:
             raise UnsupportedError(f"streams.{name} in a compiled function")
 
     def recorded(self, event: int) -> int | None:
-        """The latest record of an event in this function; None: it was recorded before."""
+        """The latest record of an event in this function; None if it was recorded before the call."""
         if event < 0:
             return self.events[event]
         return self.events.get(event)
 
     def end(self) -> None:
-        """The caller's stream again; results are ready there, whoever copies or reads them next."""
+        """Return to the caller's stream, where all results must be ready, whoever copies or reads them next."""
         self.pass_orders(len(self.orders))
         self.turn(0)
         self.g.streams = list(range(len(self.streams) - 1)) if self.g.ticket else list(self.streams)[1:]
@@ -137,13 +136,13 @@ class StreamTurns:
 
 
 def outside(event: int) -> int | None:
-    """The place of an event that the caller may know; None: it is the function's own."""
+    """The place of an event that the caller may know; None for the function's own event."""
     return event if event >= 0 else None
 
 
 def marks(graph: fx.Graph, turns: bool) -> Iterator[tuple[fx.Node, tuple[int, int]]]:
-    """Turn and stream of each node. What AOTAutograd or a pass of ours has put in is where its arguments are; a sum of
-    gradients is where it is used, as in eager. `turns`: those of a forward; a backward has one."""
+    """The turn and stream of each node. Nodes inserted by AOTAutograd or our passes follow their arguments; a sum of
+    gradients follows its user, as in eager. `turns`: keep a forward's turns; a backward has only one."""
     found: dict[fx.Node, tuple[int, int]] = {}
     for n in graph.nodes:
         mark = mark_of(n)

@@ -1,4 +1,4 @@
-"""Converts symbolic sizes of torch into our indices, and into Python source."""
+"""Converts torch's symbolic sizes into our indices, and into Python source."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from flambeau.ir.index import Index, Op, Sym, as_index, ceildiv, floordiv, maxim
 from flambeau.ir.nodes import Host
 from flambeau.torch_compat.fx import PythonPrinter
 
-# Functions of sympy, by name, and ours.
+# Functions of sympy, by name, and the corresponding functions of our indices.
 FOLDED: dict[str, Callable[[Index, Index], Index]] = {
     "Add": operator.add, "Mul": operator.mul, "Max": maximum, "Min": minimum}
 BINARY = {"FloorDiv": floordiv, "CleanDiv": floordiv, "Mod": mod, "PythonMod": mod}
-# Atoms of ours, and functions of torch's symbolic numbers.
+# Kinds of our index atoms, and the corresponding functions of torch's symbolic numbers.
 COMPUTED: dict[str, Callable[[Any, Any], Any]] = {
     "div": operator.floordiv, "mod": operator.mod, "min": torch.sym_min, "max": torch.sym_max}
 
 
 class Symbols:
-    """One graph's size symbols, by name."""
+    """The size symbols of one graph, by name."""
 
     def __init__(self) -> None:
         self.known: dict[str, Sym] = {}
-        self.hosts: dict[Sym, Host] = {}  # those that stand for a computed number
-        self.typical: dict[Sym, int] = {}  # what they were when the graph was captured
-        self._numbers: dict[Sym, Callable[[], Any]] = {}  # as torch has them
-        self._fixed: tuple[tuple[int, int], dict[Any, Any]] = ((0, 0), {})  # as of so many guards of an environment
+        self.hosts: dict[Sym, Host] = {}  # symbols that stand for computed numbers
+        self.typical: dict[Sym, int] = {}  # their values when the graph was captured
+        self._numbers: dict[Sym, Callable[[], Any]] = {}  # the symbols as torch's numbers
+        self._fixed: tuple[tuple[int, int], dict[Any, Any]] = ((0, 0), {})  # at this number of an environment's guards
 
     def index(self, x: Any) -> Index:
-        """An int or SymInt as an Index."""
+        """Convert an int or SymInt to an Index."""
         if not isinstance(x, torch.SymInt):
             return as_index(int(x))
         try:
@@ -46,8 +46,8 @@ class Symbols:
         return found
 
     def fixed(self, env: Any) -> dict[Any, Any]:
-        """Expressions that a guard holds at one number. torch solves none for a symbol that has a quotient in it, and
-        what a size of one is broadcast to depends on it."""
+        """Expressions that a guard fixes to a number. torch does not solve guards with quotients for their symbol, but
+        the size that a dimension of one is broadcast to depends on them."""
         guards = getattr(env, "guards", ())
         if self._fixed[0] != (at := (id(env), len(guards))):
             sides = (g.expr.args for g in guards if type(g.expr).__name__ == "Equality")
@@ -67,12 +67,12 @@ class Symbols:
         return self.known[s.name]
 
     def host(self, x: Any) -> Host:
-        """A symbolic number of any kind as Python source."""
+        """Convert a symbolic number of any kind to Python source."""
         expr, env = x.node.expr, x.node.shape_env
         return Host(PythonPrinter().doprint(expr), frozenset(self.symbol(s, env).name for s in expr.free_symbols))
 
     def computed(self, x: torch.SymInt) -> Sym:
-        """A size that has no index form, as a symbol of its own."""
+        """A new symbol for a size that cannot be expressed as an index."""
         host = self.host(x)
         for sym, known in self.hosts.items():
             if known == host:
@@ -85,8 +85,8 @@ class Symbols:
         return sym
 
     def same(self, a: Index, b: Index) -> bool | None:
-        """Whether two sizes are equal; None if only data decide that. Where it depends on the sizes of a call, they are
-        what they are here from now on: a guard."""
+        """Whether two sizes are equal; None if only data determines that. If it depends on the sizes of a call, this
+        adds a guard that keeps the present answer."""
         if a is b:
             return True
         found = self.number(a) == self.number(b)
@@ -95,7 +95,7 @@ class Symbols:
         return bool(found)
 
     def number(self, i: Index) -> Any:
-        """An index as torch's own number."""
+        """Convert an index to torch's symbolic number."""
         total: Any = i.const
         for atoms, factor in i.terms:
             product: Any = factor
@@ -106,7 +106,7 @@ class Symbols:
         return total
 
     def solve(self, x: torch.SymInt, name: str, known: Mapping[Sym, Any]) -> tuple[Sym, Host] | None:
-        """If x, called `name`, is linear in one symbol that is not known: that symbol, and its value."""
+        """If x, called `name`, is linear in exactly one unknown symbol: that symbol, and its value."""
         expr, env = x.node.expr.expand(), x.node.shape_env
         missing = [s for s in expr.free_symbols if self.symbol(s, env) not in known]
         if len(missing) != 1:

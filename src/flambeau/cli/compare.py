@@ -154,7 +154,7 @@ def show_first(console: Console, heading: str, f: First) -> None:
     place = f"graph {f.graph}, {f.direction}" if f.graph else f.direction
     console.print(f"[bold]{heading}[/]  {escape(f.operator)} ({place}): {escape(f.why())}", soft_wrap=True)
     if f.layer:
-        console.print(f"       in {escape(f.layer)}", soft_wrap=True)
+        console.print(f"       in layer {escape(f.layer)}", soft_wrap=True)
     if f.file:
         console.print(f"       {escape(f'{f.file}:{f.line}')}  [cyan]{escape(f.code)}[/]", soft_wrap=True)
     if f.difference is not None:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from rich.table import Column, Table
 
 from flambeau import Error, __version__
 from flambeau.config import SETTINGS, Setting, config
-from flambeau.errors import did_you_mean
 
 PYTHON = ((3, 11), (3, 14))  # the first that is supported, and the first that is not
 TORCH = (2, 11)
 COMPILE_TIMEOUT_S = 60
+PREFIX = "FLAMBEAU_"
 ASIDE = {"FLAMBEAU_COMMIT", "FLAMBEAU_SAMPLE", "FLAMBEAU_TEST_ROUNDS", "FLAMBEAU_TEST_SEED"}  # of tests and benchmarks
 COLOURS = {"ok": "green", "slow": "yellow", "missing": "bold red", "invalid": "bold red", "broken": "bold red"}
 # The x86 extensions that decide how wide a vectorised loop is, and the ARM ones, with the names in /proc/cpuinfo.
@@ -144,7 +145,7 @@ def _compile(name: str) -> Finding:
     try:
         _run_probe()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return Finding(name, str(error), "install g++ with its standard library, or set FLAMBEAU_CXX")
+        return Finding(name, str(error), lacking() or "install g++ with its standard library, or set FLAMBEAU_CXX")
     return Finding(name, "compiled, loaded and run")
 
 
@@ -152,8 +153,12 @@ def _openmp(name: str) -> Finding:
     try:
         threads = _run_probe("-fopenmp")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return Finding(name, str(error), "install libgomp; without it, kernels use one thread", "slow")
+        return Finding(name, str(error), lacking() or "install libgomp; without it, kernels use one thread", "slow")
     return Finding(name, f"{threads} threads")
+
+
+def lacking() -> str:
+    return "" if shutil.which(config.compiler) else "install the compiler first"
 
 
 def _run_probe(*flags: str) -> int:
@@ -237,11 +242,14 @@ def _cache(name: str) -> Finding:
 def _settings(name: str) -> Finding:
     for setting in SETTINGS:
         config.read(setting)  # raises if the value is invalid
-    known = {setting.env for setting in SETTINGS}
-    unknown = sorted(v for v in config.environ if v.startswith("FLAMBEAU_") and v not in known | ASIDE)
+    known = sorted(s.env.removeprefix(PREFIX) for s in SETTINGS)  # the prefix would make all names alike
+    unknown = sorted(v for v in config.environ if v.startswith(PREFIX) and v not in {PREFIX + k for k in known} | ASIDE)
     if unknown:
-        return Finding(name, f"unknown: {', '.join(unknown)}",
-                       did_you_mean(unknown[0], sorted(known)), "invalid")
+        near = {v: get_close_matches(v.removeprefix(PREFIX), known, n=1) for v in unknown}
+        remedy = [f"{v}: did you mean {PREFIX}{found[0]}?" if found else f"{v} is no setting"
+                  for v, found in near.items()]
+        listed = "" if all(near.values()) else " (flambeau doctor --settings lists all)"
+        return Finding(name, f"unknown: {', '.join(unknown)}", "; ".join(remedy) + listed, "invalid")
     return Finding(name, "valid")
 
 
@@ -257,7 +265,8 @@ def _main_job(name: str) -> Finding:
         y = torch.compile(lambda x: torch.softmax(x.sin() * 2, 0), backend=flambeau_backend)(x)
         seconds = time.perf_counter() - start
         torch.testing.assert_close(y, torch.softmax(x.sin() * 2, 0))
-    except Exception as error:  # whatever the user would get
+    except Exception as raised:  # whatever the user would get
+        error = getattr(raised, "inner_exception", raised)  # without Dynamo's words around it
         return Finding(name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
                        "fix the problems above; if there are none, report this with `flambeau doctor --json`", "broken")
     return Finding(name, f"a function was compiled and run, {seconds:.1f} s")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 SHORT = 12  # lines of a section, without --full
 CALLS = 5  # with --graphs: a warm-up, a recording, and some replays
 VALUED = ("--html", "--json", "--trace", "--model")
+OF_FUNCTIONS = {"infer": False, "numerics": "fast", "regions": False, "graphs": False, "streams": False, "html": None}
 PLACES = {"output": 1, "input": 2}  # order of the memory table; other places come first
 EPILOG = f"""\
 {FILES}
@@ -117,8 +118,11 @@ def run(args: argparse.Namespace) -> int:
 
 def run_program(console: Console, args: argparse.Namespace) -> int:
     from flambeau.debug.script import run_script
+    from flambeau.debug.trace import REPORT, TRACE
     from flambeau.report import session
 
+    if given := [f"--{name}" for name, default in OF_FUNCTIONS.items() if getattr(args, name) != default]:
+        raise OptionError(f"{', '.join(given)}: for a function, not for a script", hint="name a function: FILE:FUNC")
     seen, status = run_script(Path(args.function), args.rest, args.trace)
     overview = session.overview_of(seen)
     if not overview.graphs:
@@ -132,7 +136,10 @@ def run_program(console: Console, args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(session.plain(overview), indent=1) + "\n")
     if args.trace:
-        console.print(f"Written: {args.trace / 'report.html'}")
+        files = [file for file in (args.trace / REPORT, args.trace / TRACE) if file.exists()]
+        console.print(f"Written: {' and '.join(map(str, files))}", soft_wrap=True)
+        if len(files) < 2:
+            console.print("There is no trace: too few steps ran without a compilation.")
     return status
 
 
@@ -165,7 +172,7 @@ def show(console: Console, number: int, s: Summary, limit: int | None, text: boo
     console.print("[bold]Runs as[/]")
     console.print(steps_table(s, limit))
     externs = [f"{n} x {operator}" for operator, n in s.externs.items()]
-    section(console, "Without a lowering: calls of ATen", externs, limit)
+    section(console, "Not compiled: calls of ATen", externs, limit)
     section(console, "Products", [escape(why) for why in s.choices], limit)
     section(console, "Computed once, not stored in memory",
             [f"a value of {operator}: {escape(why)}" for operator, why in s.local.items()], limit)

@@ -1,4 +1,4 @@
-"""What differs between C-like languages: a dialect is a small table that the writer (`writer.py`) reads."""
+"""The differences between C-like languages: a dialect is a small table that the writer (`writer.py`) reads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from flambeau.ir.dtypes import DType, is_bool, is_float
 from flambeau.ir.tuning import CPU
 
-# ---- what is known of the steps of a loop, for a dialect to say in its own words ---------------------------
+# ---- facts about the steps of a loop, which a dialect puts into its own words ------------------------------
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """They do not wait for each other and may be lanes of vectors: `points` of them at once, of `size` bytes each, or
+    """Steps that do not wait for each other and may be vector lanes: `points` of them at once, of `size` bytes each, or
     as many as the compiler likes."""
 
     points: int = 0
@@ -25,7 +25,8 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Shares:
-    """Threads divide them: those of the outermost `loops` loops together, where a condition holds if there is one."""
+    """Steps that threads divide among themselves: those of the outermost `loops` loops together, under a condition if
+    there is one."""
 
     loops: int = 1
     condition: str = ""
@@ -33,25 +34,26 @@ class Shares:
 
 @dataclass(frozen=True)
 class Pipelined:
-    """Reads of later rounds begin before their turn: so many rounds are under way."""
+    """Steps whose loads begin ahead of time: so many iterations are in flight."""
 
     stages: int
 
 
 class Plain(Enum):
-    TEAM = auto()  # a block that all threads go through, each for its own share
-    APART = auto()  # a loop that writes far apart: not in vectors
+    TEAM = auto()  # a block that all threads execute, each for its own share
+    APART = auto()  # a loop that writes far apart: not vectorized
     UNROLLED = auto()
 
 
-UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}  # which wrap around in every language
+# types whose arithmetic wraps around in every language
+UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}
 Steps = Lanes | Shares | Pipelined | Plain
 LANES = Lanes()
 TEAM, APART, UNROLLED = Plain.TEAM, Plain.APART, Plain.UNROLLED
 
 
 class Dialect:
-    """What differs between C-like languages. Subclasses override rows, not code."""
+    """The differences between C-like languages. Subclasses override rows, not code."""
 
     types: dict[DType, str] = {}
     infix = {
@@ -60,25 +62,25 @@ class Dialect:
     }
     prefix = {"neg": "-", "logical_not": "!", "bitwise_not": "~"}
     quotient = "/"  # of integers that are not negative
-    divisor = "({0} == 0 ? 1 : {0})"  # one that may be zero where nobody asks for the quotient: it must not trap
-    function = "fl::{}"  # how a named operation is called
+    divisor = "({0} == 0 ? 1 : {0})"  # a divisor that may be zero where the quotient is not used: it must not trap
+    function = "fl::{}"  # the call of a named operation
     fused = ""  # the function for a * b + c, with one rounding where the machine can
     choice = "{} ? {} : {}"  # by a condition that does not change in the loop
-    narrow = ""  # a variable of a 32-bit index
+    narrow = ""  # a variable in a 32-bit index
     rounded = "{0}"  # an integer (of a type) that was a float before and becomes one again
-    end = ";"  # of a statement
+    end = ";"  # the end of a statement
     unroll = CPU.unroll  # steps of a constant window that are written out
     long = "int64_t"
     bounded = False  # every access is checked: `c/nest.py` says against what
-    prefetch = ""  # a call that asks for memory ahead of its use, where there is one: how many bytes, from where
+    prefetch = ""  # a prefetch call, where there is one: the number of bytes, the address
     unlikely = "{}"  # a condition that seldom holds
-    # On CPUs, where contractions have vectors: which thread this is, how many there are; the type of several elements,
-    # their zeros, a function of a tile, and a line in it from which on a product and its sum are rounded once.
+    # On CPUs, where contractions have vectors: the number of this thread and of all threads; the type of several
+    # elements, their zeros, a function of a tile, and a line in it after which a product and its sum are rounded once.
     thread = threads = zeros = inlined = contracted = ""
-    preprocessed = False  # the compiler says in macros which registers there are
+    preprocessed = False  # compiler macros say which registers there are
 
     def vector(self, kind: str, lanes: int) -> str:
-        """The type of several elements side by side."""
+        """The type of a vector of several elements."""
         return f"{kind}{lanes}"
 
     def named(self, op: str, dtype: DType) -> str:
@@ -86,12 +88,12 @@ class Dialect:
         return self.function.format(op)
 
     def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
-        """The line before a loop or block that says so, if there is one. `reports`: something inside looks for what is
-        wrong with the data; `counted`: a loop over a variable, not over the states of lanes."""
+        """Returns the line before a loop or block that states these facts, if there is one. `reports`: its body checks
+        data for faults; `counted`: a loop over a variable, not over the states of lanes."""
         return ""
 
     def bitcast(self, text: str, dtype: DType) -> str:
-        """The same bits as a value of another dtype."""
+        """Reinterprets the bits as a value of another dtype."""
         raise NotImplementedError
 
     def constant(self, value: bool | int | float, dtype: DType) -> str:
@@ -102,15 +104,15 @@ class Dialect:
 
 
 class CLike(Dialect):
-    """C and its nearest kin: literals and conversions, for which a subclass has the words."""
+    """C and similar languages: literals and conversions, for which a subclass provides the words."""
 
     small: dict[DType, str] = {}  # floats that are stored narrow and computed in float32
-    unsigned, wide = "ull", "ll"  # ends of a uint64, and of what needs more than 32 bits
+    unsigned, wide = "ull", "ll"  # suffixes of a uint64, and of a literal that needs more than 32 bits
 
     def number(self, value: float, dtype: DType) -> str:
-        """A float32 or float64."""
+        """Returns a float32 or float64 literal."""
         single = dtype is torch.float32
-        if single:  # text and value agree for numbers beyond its range as well
+        if single:  # text and value agree even for numbers beyond its range
             value = torch.tensor(value, dtype=dtype).item()
         if not math.isfinite(value):
             return self.endless(value, single)
@@ -119,7 +121,7 @@ class CLike(Dialect):
         return f"({text})" if math.copysign(1, value) < 0 else text
 
     def endless(self, value: float, single: bool) -> str:
-        """What is no finite number."""
+        """Returns an infinity or NaN."""
         raise NotImplementedError
 
     def small_number(self, value: float, dtype: DType) -> str:
@@ -129,15 +131,15 @@ class CLike(Dialect):
         raise NotImplementedError
 
     def widened(self, text: str, src: DType) -> str:
-        """A small float as float32."""
+        """Converts a small float to float32."""
         raise NotImplementedError
 
     def narrowed(self, text: str, src: DType, dst: DType) -> str:
-        """Anything else as a small float."""
+        """Converts any other value to a small float."""
         raise NotImplementedError
 
     def whole(self, text: str, src: DType, dst: DType) -> str:
-        """A float as an integer."""
+        """Converts a float to an integer."""
         raise NotImplementedError
 
     def constant(self, value: bool | int | float, dtype: DType) -> str:
@@ -160,7 +162,7 @@ class CLike(Dialect):
         if src is dst:
             return text
         if is_bool(src):
-            # A select: loops with a bool turned into a number by conversion are not vectorised by g++.
+            # A select: g++ does not vectorize loops that convert a bool to a number directly.
             return f"({text} ? {self.constant(1, dst)} : {self.constant(0, dst)})"
         if is_bool(dst):
             return f"({text} != 0)"

@@ -1,8 +1,9 @@
 """The stages of a kernel, in the order in which the writers of all languages write them.
 
-Stages follow each other for every outer point. One that reduces declares a state for each component, joins the values
-of every point to it, and finishes: what lanes or threads found is brought together, and the components become values of
-the outer point. What a state is (a variable, an array of lanes, a block) and how points are walked, is up to the form.
+Stages follow each other for every outer point. A stage that reduces declares a state for each component, accumulates
+the values of every point into it, and finishes: the states of lanes or threads are combined, and the components become
+values of the outer point. The form decides what a state is (a variable, an array of lanes, a block) and how points are
+walked.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ S = TypeVar("S")  # the states of a stage's reductions
 
 class StageWriter(Writer, Generic[S]):
     k: LoopKernel
-    address: dict[str, Index]  # of what is stored
+    address: dict[str, Index]  # of stored values
 
     def stage(self, items: Sequence[Item]) -> None:
         if not self.k.inner or items[0].level == "outer" and items[0].combine is None:
@@ -32,12 +33,12 @@ class StageWriter(Writer, Generic[S]):
         self.finish(reductions, states)
 
     def once(self, items: Sequence[Item]) -> None:
-        """A stage of the outer point alone."""
+        """Writes a stage of the outer point alone."""
         for i in items:
             self.map_item(i)
 
     def body(self, items: Sequence[Item], states: Mapping[str, Any], *where: Any) -> None:
-        """A stage at one point, or at all points of a block."""
+        """Writes a stage at one point, or at all points of a block."""
         for i in items:
             if i.combine is None:
                 self.map_item(i)
@@ -45,7 +46,7 @@ class StageWriter(Writer, Generic[S]):
                 self.take(i, states, *where)
 
     def finish(self, reductions: Sequence[Item], states: S) -> None:
-        """What was reduced becomes a value of the outer point, and memory if anybody else wants it."""
+        """Makes reduced components values of the outer point, and stores them if they are read elsewhere."""
         for i in reductions:
             for name, text in zip(i.names, self.together(i, states), strict=True):
                 self.become(name, text)
@@ -58,25 +59,25 @@ class StageWriter(Writer, Generic[S]):
     # ---- what a language and a form fill in --------------------------------------------------------------
 
     def declare(self, items: Sequence[Item], reductions: Sequence[Item]) -> S:
-        """States that hold the identity."""
+        """Declares states that hold the identity."""
         raise NotImplementedError
 
     def walk(self, items: Sequence[Item], reductions: Sequence[Item], states: S) -> None:
-        """The points of a stage, with `body` at each."""
+        """Writes the loop over the points of a stage, with `body` at each."""
         raise NotImplementedError
 
     def take(self, i: Item, states: Any, *where: Any) -> None:
-        """Accumulate the value of a point."""
+        """Accumulates the value of a point."""
         raise NotImplementedError
 
     def together(self, i: Item, states: S) -> Sequence[str]:
-        """The accumulators combined over all lanes."""
+        """Returns the accumulators combined over all lanes."""
         raise NotImplementedError
 
     def map_item(self, item: Item) -> None:
-        """Compute a pointwise value, and store it if another kernel reads it."""
+        """Computes a pointwise value, and stores it if another kernel reads it."""
         raise NotImplementedError
 
     def keep(self, name: str, level: str, text: str) -> None:
-        """Store a value."""
+        """Stores a value."""
         raise NotImplementedError

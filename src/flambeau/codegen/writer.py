@@ -1,7 +1,7 @@
-"""Writes kernels in all C-like languages; a dialect says what differs.
+"""Writes kernels in all C-like languages; a dialect has the differences.
 
-Text is built in nested scopes. An expression is emitted in the outermost scope in which all it depends on is
-known, so whatever does not change in a loop stands outside it. Expressions are interned, so each is emitted once.
+Text is built in nested scopes. An expression is emitted in the outermost scope in which all its operands are known, so
+that loop invariants are outside of loops. Expressions are interned, so each is emitted once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .dialect import Dialect, Lanes, Steps
 
 
 def was_float(e: Expr) -> bool:
-    """Whether it is an integer truncated from a float; one that was computed before in the kernel may be."""
+    """Whether this is an integer truncated from a float; a value computed earlier in the kernel may be one."""
     if e.op == "local":
         return is_int(e.dtype)
     if e.op != "cast" or not is_int(e.dtype):
@@ -37,7 +37,7 @@ class Scope:
     indices: dict[Index, str] = field(default_factory=dict)
     locals: dict[str, str] = field(default_factory=dict)  # buffer computed in this kernel -> text
     checks: bool = False
-    vector: bool = False  # in a loop whose steps are lanes
+    vector: bool = False  # inside a loop whose steps are lanes
 
     def may_be_skipped(self) -> bool:
         """Whether it is a loop that may have no points."""
@@ -49,14 +49,14 @@ class Writer:
 
     def __init__(self, dialect: Dialect) -> None:
         self.d = dialect
-        self.fl = dialect.function.format("")  # before the names of the library's functions
+        self.fl = dialect.function.format("")  # the prefix of the library's functions
         self.scopes: list[Scope] = [Scope()]
         self.names: dict[Sym, str] = {}
         self.count = 0
         self.unroll = dialect.unroll
         self.functions: set[str] = set()
         self.recast = False  # whether an integer that was a float becomes one again
-        self.sites: Mapping[Bound, int] = {}  # what indices are checked against, and the numbers that report it
+        self.sites: Mapping[Bound, int] = {}  # what indices are checked against, and the numbers of their faults
 
     # ---- scopes --------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class Writer:
         s.lines.append(f"const {kind} {name} = {text};")
 
     def variable(self, dtype: DType, name: str, text: str) -> None:
-        """Declare a variable that will be assigned again."""
+        """Declares a variable that will be assigned again."""
         self.line(f"{self.d.types[dtype]} {name} = {text};")
 
     def assign(self, slots: Iterable[str], texts: Iterable[str]) -> None:
@@ -75,14 +75,14 @@ class Writer:
             self.line(f"{slot} = {text}{self.d.end}")
 
     def fresh(self, prefix: str = "t") -> str:
-        """A new name. PyTorch calls sizes s5 or u0, so prefixes are other ones."""
+        """Returns a new name. PyTorch's names of sizes are s5 or u0, so other prefixes are used."""
         self.count += 1
         return f"{prefix}{self.count}"
 
     @contextmanager
     def scope(self, header: str, vars: Iterable[Sym] = (), footer: str = "}", how: Steps | None = None,
               counted: bool = False) -> Iterator[Scope]:
-        """A block; `how`: what is known of its steps, if it is a loop; `counted`: a loop over a variable."""
+        """Opens a block. `how`: facts about its steps, if it is a loop; `counted`: a loop over a variable."""
         s = Scope(vars=set(vars), vector=self.scopes[-1].vector or isinstance(how, Lanes))
         self.scopes.append(s)
         yield s
@@ -123,7 +123,7 @@ class Writer:
         return next((k for k in range(len(self.scopes) - 1, 0, -1) if self.scopes[k].vars & syms), 0)
 
     def innermost(self, table: str, key: object) -> tuple[int, str] | None:
-        """(scope depth, text) of what a table of the scopes holds, of the innermost that does."""
+        """Returns (scope depth, text) of a table's entry in the innermost scope that has one."""
         for k in range(len(self.scopes) - 1, -1, -1):
             if key in (held := getattr(self.scopes[k], table)):
                 return k, held[key]
@@ -138,7 +138,8 @@ class Writer:
     # ---- indices -------------------------------------------------------------------------------------
 
     def index(self, i: Index, atom: str = "{}") -> str:
-        """C text of an index, with its variables written so; values it depends on are emitted first."""
+        """Returns the text of an index, with its variables formatted by `atom`; emits the values it depends on
+        first."""
         if i.is_const:
             return str(i.const) if i.const >= 0 else f"({i.const})"
         parts: list[str] = []
@@ -166,13 +167,13 @@ class Writer:
             return found
         x, y = self.index(a.a), self.index(a.b)
         if a.kind in ("div", "mod") and not is_positive(a.b):
-            y = self.d.divisor.format(y)  # it may stand before the loop over a dimension without points
+            y = self.d.divisor.format(y)  # it may be emitted before the loop over a dimension without points
         lo = a.a.bounds()[0]
         if a.kind in ("div", "mod") and lo is not None and lo >= 0:
             text = f"{x} {self.d.quotient if a.kind == 'div' else '%'} {y}"
         else:
             named = {"div": "floordiv", "mod": "mod", "min": "imin", "max": "imax"}[a.kind]
-            if a.a.is_const:  # with the type of the other one: a bare number has none in every language
+            if a.a.is_const:  # gives it the other operand's type: a bare number has none in some languages
                 x = f"({y} * 0 + {x})"
             text = f"{self.d.function.format(named)}({x}, {y})"
         name = self.fresh("i")
@@ -184,10 +185,10 @@ class Writer:
         return self.index(v.size)
 
     def decompose(self, flat: str, vars: Sequence[Sym]) -> None:
-        """Variables from their joint position."""
+        """Defines variables from their joint position."""
         here, rest = self.scopes[-1], flat
         for k, v in enumerate(reversed(vars)):
-            n = "1" if v.size is ZERO else self.extent(v)  # of no points, none has a place
+            n = "1" if v.size is ZERO else self.extent(v)  # without points, no position is computed
             if k == len(vars) - 1:
                 self.define(here, self.d.long, self.sym(v), rest)
                 return
@@ -201,7 +202,7 @@ class Writer:
         return self.emit(e)[1]
 
     def emit(self, e: Expr) -> tuple[int, str]:
-        """(scope depth, text) of an expression, emitted where it belongs if it was not yet."""
+        """Returns (scope depth, text) of an expression, emitting it in its scope if that was not done yet."""
         if e.op == "const":
             return 0, self.d.constant(e.attr, e.dtype)
         found = self.lookup(e)
@@ -222,7 +223,7 @@ class Writer:
             args.append(t)
         for i in (e.args[0] if self._is_narrow(e) else e).own_indices():
             depth = max(depth, self.index_depth(i))
-        if e.op == "load":  # of a loop without points nothing may be there to read
+        if e.op == "load":  # inside a loop that may have no points, as its memory may not exist
             depth = max(depth, next((k for k in range(len(self.scopes) - 1, depth, -1)
                                      if self.scopes[k].may_be_skipped()), 0))
         if e.op in ("check", "require"):
@@ -283,14 +284,15 @@ class Writer:
         return f"{d.named(e.op, e.args[0].dtype)}({', '.join(args)})"
 
     def _is_narrow(self, e: Expr) -> bool:
-        """An index truncated to 32 bits: its terms can be truncated before the sum, since integers wrap."""
+        """Whether this is an index truncated to 32 bits: its terms can be truncated before the sum, since integers
+        wrap."""
         if e.op != "cast" or e.dtype is not torch.int32 or e.args[0].op != "index" or not self.d.narrow:
             return False
         i: Index = e.args[0].attr
         return all(abs(c) < 2**31 for c in (i.const, *(c for _, c in i.terms)))
 
     def _narrowed(self, text: str, dtype: DType) -> str:
-        """C computes small integers as int; the result is cut back to its width."""
+        """Truncates a small integer to its width, since C computes it as int."""
         return f"({self.d.types[dtype]})({text})" if is_int(dtype) and dtype.itemsize < 4 else text
 
     def read(self, buffer: str, address: str, dtype: DType) -> str:
@@ -320,7 +322,7 @@ class Writer:
 
     def _looped(self, e: Expr, inits: Sequence[Expr], updates: Sequence[Expr], ends: Sequence[tuple[str, str]] = ()
                 ) -> tuple[int, str]:
-        """A fold as loops; `ends`: of these, where they are not those that the fold says."""
+        """Writes a fold as loops; `ends` replaces the bounds of the fold's loops."""
         f: Fold = e.attr
         names = []
         for c, init in zip(f.carries, inits, strict=True):
@@ -335,7 +337,7 @@ class Writer:
         return depth, names[f.which]
 
     def shaped(self, text: str) -> str:
-        """A value as a loop carries it on."""
+        """Returns a value in the shape that a loop carries."""
         return text
 
     def _fold_loops(self, f: Fold, updates: Sequence[Expr], names: list[str], ends: Sequence[tuple[str, str]], k: int
@@ -349,7 +351,7 @@ class Writer:
             self._fold_loops(f, updates, names, ends, k + 1)
 
     def in_variables(self, exprs: Sequence[Expr]) -> list[str]:
-        """Their values, each in a variable of the current scope."""
+        """Assigns expressions to variables of the current scope; returns their names."""
         names = []
         for e in exprs:
             text = self.shaped(self.value(e))

@@ -3,9 +3,9 @@
     report = flambeau.debug.compare(model, x, numerics="eager")
     report.equal, report.first, report.worse()
 
-Each run uses copies of parameters, buffers and inputs, and starts from the same random state. Layers are the results
-of submodules, recorded by forward hooks. In the compiled run, the hooks are part of the graph, so a layer is what the
-model computes there if it also has to return it. Results and gradients come from another run, without hooks.
+Each run uses copies of parameters, buffers and inputs, and starts from the same random state. Layers are the results of
+submodules, recorded by forward hooks. In the compiled run, the hooks are part of the graph, so a layer's value is what
+the model computes when it also has to return it. Results and gradients come from another run, without hooks.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", ba
     function = innermost_fn(getattr(function, "_orig_mod", function))  # the function as it was before torch.compile
     start = states()
     eager = Run(Twin(function, args), start, backward)
-    torch.compiler.reset()  # what an earlier call left compiled would not be seen
+    torch.compiler.reset()  # otherwise code compiled by an earlier call would be reused and not recorded
     try:
         with recorded() as calls:
             ours = Run(Twin(function, args), start, backward, options)
@@ -146,7 +146,7 @@ def compare(function: Callable[..., Any], *args: Any, numerics: str = "fast", ba
 
 
 def rows(eager: dict[str, Any], ours: dict[str, Any], wide: dict[str, Any]) -> list[Difference]:
-    """One row per name; a value that only one of the two has counts as different."""
+    """One row per name; a value that only one of the runs has counts as different."""
     names = dict.fromkeys([*eager, *ours])
     return [difference(name, eager.get(name), ours.get(name), wide.get(name)) for name in names]
 
@@ -155,7 +155,7 @@ def rows(eager: dict[str, Any], ours: dict[str, Any], wide: dict[str, Any]) -> l
 
 
 class Run:
-    """Results, gradients and what was changed, of one run of a twin; compiled where there are options."""
+    """The results, gradients and changed tensors of one run of a twin; compiled if options are given."""
 
     def __init__(self, twin: Twin, start: Sequence[Any], backward: bool, options: dict[str, Any] | None = None, *,
                  hooks: bool | None = None, dtypes: Sequence[torch.dtype] = (), mode: Any = None) -> None:
@@ -171,7 +171,7 @@ class Run:
             self.outputs = call()
             self.results = named("result", self.outputs)
             self.dtypes = [t.dtype for t in self.results.values() if isinstance(t, torch.Tensor)]
-            # Results may share memory with what a backward changes.
+            # Copied, because results may share memory with tensors that a backward changes.
             self.results = {name: kept(t) for name, t in self.results.items()}
             if backward:
                 if mode is not None:
@@ -215,20 +215,20 @@ class Reference(Run):
 
 
 def named(what: str, values: Any) -> dict[str, Any]:
-    """The leaves of a result, by their paths in it."""
+    """The leaves of a result, by name and path."""
     leaves, _ = pytree.tree_flatten_with_path(values)
     return {f"{what}{pytree.keystr(path)}": t.detach() if isinstance(t, torch.Tensor) else t for path, t in leaves}
 
 
 def weights(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The output gradient of a result. Not all ones: the gradient of a softmax's sum, for one, is zero."""
+    """The output gradient for a result. Not all ones, as some gradients would vanish (a softmax's sum is constant)."""
     line = torch.linspace(-1, 1, t.numel(), dtype=torch.float64) if t.numel() != 1 else torch.ones(1)
     return line.to(dtype).to(t.device, t.dtype).reshape(t.shape)
 
 
 @contextmanager
 def hooked(twin: Twin, found: list[tuple[str, Any]], wanted: bool) -> Iterator[None]:
-    """The results of submodules, in the order in which they are there."""
+    """While active, record the results of submodules in the order of their calls."""
     handles = []
     for prefix, root in twin.modules if wanted else ():
         for name, module in root.named_modules():
@@ -249,7 +249,7 @@ def compare_layers(out: Comparison, function: Callable[..., Any], args: tuple[An
     torch.compiler.reset()
     try:
         ours = Run(Twin(function, args), start, False, options, hooks=True)
-    except Exception as e:  # a graph with hooks is another graph, and layers are not what was asked for first
+    except Exception as e:  # hooks change the graph, and layers are only additional information
         out.notes.append(f"layers are not compared: {type(e).__name__}: {first_line(e)}")
         return
     both = [name for name in eager.layers if name in ours.layers]
@@ -274,7 +274,7 @@ def find_first(out: Comparison, calls: Sequence[Call], eager: Run, function: Cal
     found = (first_of_call(call, number) for number, call in enumerate(calls, 1))
     try:
         firsts = list(itertools.islice((f for f in found if f is not None), 1))
-    except Exception as e:  # a graph with further results is another graph, and may be one that cannot be compiled
+    except Exception as e:  # a graph with more results differs, and might not compile
         firsts = []
         out.notes.append(f"the search for the first operator ended early: {type(e).__name__}: {first_line(e)}")
     if not firsts or firsts[0].direction == "backward":
@@ -289,9 +289,9 @@ def find_first(out: Comparison, calls: Sequence[Call], eager: Run, function: Cal
 
 
 class Decomposed(TorchDispatchMode):
-    """Beside every operator of eager, those that the capture puts in its place; keeps the first that differs.
+    """Runs the decomposition of every operator next to eager's kernel, and keeps the first one that differs.
 
-    Those that the graphs hold as they are were not taken apart.
+    Operators that the graphs contain whole are skipped, since they were not decomposed.
     """
 
     def __init__(self, whole: set[Any]) -> None:
@@ -321,7 +321,7 @@ class Decomposed(TorchDispatchMode):
 
 
 class Apart(TorchDispatchMode):
-    """Operators are taken apart, and their parts as well."""
+    """While active, decomposes operators recursively."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in table(False):
@@ -333,7 +333,7 @@ class Apart(TorchDispatchMode):
 
 
 def caller() -> tuple[str, int]:
-    """The line of the user's code that is running."""
+    """The file and line of the user's code that is running."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -4,9 +4,9 @@
     outputs = twin.call()
     twin.leaves                          # name -> the copy of a tensor that wants a gradient
 
-What a function refers to is found through its closure, its defaults and the globals it names: modules, tensors, and
-objects that hold them. In a wide twin floating-point tensors are float64, and so is what the function casts or makes
-meanwhile, whatever dtype it names.
+The modules, tensors, and objects containing them that a function refers to are found through its closure, its defaults
+and the globals it names. In a wide twin, floating-point tensors are float64, and so are all tensors that the function
+casts or creates, whatever dtype it asks for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASTS = {torch.Tensor.float: torch.Tensor.double, torch.Tensor.half: torch.Tenso
 
 
 class InDouble(TorchFunctionMode):
-    """Floating-point dtypes that are asked for become float64."""
+    """Replaces floating-point dtypes that code asks for by float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.view and any(isinstance(a, torch.dtype) for a in args):
@@ -46,11 +46,11 @@ class Twin:
         self.wide = wide
         self.memo: dict[int, Any] = {}
         self.modules: list[tuple[str, torch.nn.Module]] = []
-        self.tensors: list[tuple[str, torch.Tensor]] = []  # beside inputs and modules
+        self.tensors: list[tuple[str, torch.Tensor]] = []  # other than those in inputs and modules
         self.function = self.value(function, "")
         outside = len(self.tensors)
         self.args = self.value(args, "input ")
-        del self.tensors[outside:]  # inputs have names of their own
+        del self.tensors[outside:]  # inputs get names of their own
 
     def call(self) -> Any:
         with in_double() if self.wide else nullcontext():
@@ -61,7 +61,7 @@ class Twin:
         return {name: t for name, t in self.held().items() if t.requires_grad and t.is_leaf}
 
     def held(self) -> dict[str, torch.Tensor]:
-        """Everything the call can read or change, by name."""
+        """Everything that the call can read or change, by name."""
         leaves, _ = pytree.tree_flatten_with_path(self.args)
         out = {f"input {pytree.keystr(path).replace('[', '', 1).replace(']', '', 1)}": t for path, t in leaves
                if isinstance(t, torch.Tensor)}
@@ -75,7 +75,7 @@ class Twin:
     # ---- copies ----------------------------------------------------------------------------------------
 
     def value(self, x: Any, name: str) -> Any:
-        """The same thing, in which modules and tensors are copies. `name` ends with a dot, or is empty."""
+        """The same value with modules and tensors copied. `name` ends with a dot, or is empty."""
         if isinstance(x, torch.Tensor):
             twin = self.tensor(x)
             self.tensors.append((name.removesuffix("."), twin))
@@ -96,7 +96,7 @@ class Twin:
             return functools.partial(self.value(x.func, name), *self.value(x.args, name),
                                      **self.value(x.keywords, name))
         twin = self.memo[id(x)] = copy.copy(x)
-        attributes = twin if isinstance(twin, dict) else twin.__dict__  # also those of a frozen dataclass
+        attributes = twin if isinstance(twin, dict) else twin.__dict__  # also works for a frozen dataclass
         for k, v in list(attributes.items()):
             attributes[k] = self.value(v, f"{name}{k}.")
         return twin
@@ -109,7 +109,7 @@ class Twin:
         return twin
 
     def of_function(self, f: types.FunctionType) -> types.FunctionType:
-        """The function over copies of the globals that it names, of its defaults and of its closure."""
+        """The function with copies of the globals that it names, of its defaults and of its closure."""
         scope = {**f.__globals__}
         cells = tuple(types.CellType() for _ in f.__closure__ or ())
         twin = self.memo[id(f)] = types.FunctionType(f.__code__, scope, f.__name__, None, cells)
@@ -124,7 +124,7 @@ class Twin:
         return twin
 
     def tensor(self, t: torch.Tensor) -> torch.Tensor:
-        """A copy in memory of its own, of the same strides, which starts a graph of its own."""
+        """A copy in new memory with the same strides, detached from any graph."""
         if id(t) in self.memo:
             return self.memo[id(t)]
         wide = torch.float64 if t.is_floating_point() else torch.complex128 if t.is_complex() else None
@@ -143,7 +143,7 @@ def contents(cell: Any) -> Any:
 
 
 def names(code: types.CodeType) -> Iterator[str]:
-    """The globals that a function, or one inside it, may read."""
+    """The globals that a function, or a function inside it, may read."""
     yield from code.co_names
     for c in code.co_consts:
         if isinstance(c, types.CodeType):
@@ -151,7 +151,7 @@ def names(code: types.CodeType) -> Iterator[str]:
 
 
 def holds(x: Any, seen: set[int] | None = None) -> bool:
-    """Whether there are tensors in it, other than those that torch itself keeps."""
+    """Whether a value contains tensors, other than those inside of torch itself."""
     seen = set() if seen is None else seen
     if isinstance(x, (torch.Tensor, torch.nn.Module)):
         return True
@@ -162,7 +162,7 @@ def holds(x: Any, seen: set[int] | None = None) -> bool:
 
 
 def parts(x: Any) -> Iterable[Any]:
-    """What a container, a function or an object holds."""
+    """The values that a container, a function or an object holds."""
     if isinstance(x, dict):
         return x.values()
     if isinstance(x, (list, tuple)):

@@ -1,7 +1,7 @@
 """Compares two tensors: how many values differ, by how many ulps, and how far each is from a reference.
 
 A value differs if its bits do; a NaN equals a NaN, whatever its payload. Distances are counted in representable numbers
-of the dtype (ulps), for integers in ones, and gathered by powers of two.
+of the dtype (ulps), for integers in ones, and binned by powers of two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Difference:
     differ: int = 0
     max_ulps: int = 0
     bins: dict[str, int] = field(default_factory=dict)
-    rms_eager: float | None = None  # against the float64 reference; None: there is none
+    rms_eager: float | None = None  # against the float64 reference; None without one
     rms_compiled: float | None = None
     note: str = ""
 
@@ -47,7 +47,7 @@ class Difference:
 
 
 def difference(name: str, eager: Any, compiled: Any, reference: Any = None) -> Difference:
-    """`reference` is a float64 tensor, or None. What is not a tensor is compared as it is."""
+    """Compare two values. `reference` is a float64 tensor, or None. Values other than tensors are compared directly."""
     if not isinstance(eager, torch.Tensor) or not isinstance(compiled, torch.Tensor):
         return plain(name, eager, compiled)
     out = Difference(name, str(eager.dtype).removeprefix("torch."), tuple(eager.shape), eager.numel())
@@ -67,7 +67,7 @@ def difference(name: str, eager: Any, compiled: Any, reference: Any = None) -> D
 
 
 def plain(name: str, eager: Any, compiled: Any) -> Difference:
-    """Values of which at most one is a tensor."""
+    """Compare two values of which at most one is a tensor."""
     same = type(eager) is type(compiled) and (eager == compiled or (eager != eager and compiled != compiled))
     texts = [f"a tensor {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in (eager, compiled)]
     return Difference(name, type(eager).__name__, (), 1, 0 if same else 1,
@@ -75,7 +75,7 @@ def plain(name: str, eager: Any, compiled: Any) -> Difference:
 
 
 def plane(t: torch.Tensor) -> torch.Tensor:
-    """Real numbers in rows, without a graph."""
+    """A contiguous real tensor with the same values, detached from autograd."""
     t = t.detach().resolve_conj().resolve_neg()
     return (torch.view_as_real(t) if t.is_complex() else t).contiguous()
 
@@ -114,20 +114,20 @@ def label(power: int) -> str:
 
 
 def ordered(bits: torch.Tensor, width: int) -> torch.Tensor:
-    """Floating-point numbers, given by their bits, as integers in the same order; both zeros are 0."""
+    """Floating-point numbers, given as bits, mapped to integers in the same order; both zeros become 0."""
     low = bits & ((1 << width - 1) - 1) if width < 64 else bits & 0x7FFFFFFFFFFFFFFF
     return torch.where(bits < 0, -low, low)
 
 
 def rms(t: torch.Tensor, wide: torch.Tensor) -> float:
-    """The root of the mean square of what t is off; where both are the same NaN or infinity it is nothing."""
+    """The root mean square error of t; equal NaNs and infinities count as no error."""
     t = t.double()
     off = torch.where((t == wide) | (t.isnan() & wide.isnan()), 0.0, t - wide)
     return float(off.square().mean().sqrt()) if off.numel() else 0.0
 
 
 def gathered(differences: list[Difference]) -> dict[str, int]:
-    """The bins of all of them together, in order of distance."""
+    """The bins of all differences together, in order of distance."""
     out: dict[str, int] = {}
     for d in differences:
         for name, n in d.bins.items():

@@ -1,16 +1,16 @@
 """Finds the first operator at which a compiled graph differs from eager, by bisection of the ATen graph.
 
-The graph is compiled again with some of its nodes as further results, run on the inputs it was called with, and
-compared at these nodes with ATen, which runs the same graph operator by operator. A step of the search takes the values
-that live at a cut in the middle, and asks:
+The graph is compiled again with some of its nodes as further results, run on its recorded inputs, and compared at these
+nodes with ATen, which runs the same graph operator by operator. A step of the search takes the values that are live at
+a cut in the middle, and asks:
 
-- one of them differs: the search goes on before it;
-- none does, and the result still differs: it goes on after the cut;
+- one of them differs: the search continues before that one;
+- none does, and the result still differs: the search continues after the cut;
 - none does, and now the result is equal too: a value was used as it was computed, not as it would have been stored.
-  That is fusion, and the value is looked for among those at the cut.
+  So fusion causes the difference, and the value is searched for among those at the cut.
 
-So an operator that is named differs although all it reads, put into memory, is equal; and whether putting it into
-memory is what removes the difference is known as well.
+So the operator found has a differing result although all its inputs, put into memory, are equal. It is also known
+whether putting them into memory removes the difference.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .recorded_calls import Call
 aten = torch.ops.aten
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
 TORCH = str(Path(torch.__file__).parent)
-NEAR = 12  # readers that are tried one by one, of a value that fusion used before it was rounded
+NEAR = 12  # readers that are tried one by one, of a value that fusion used unrounded
 
 
 @dataclass
 class First:
-    """Where a difference appears first, and why."""
+    """The place where a difference appears first, and why."""
 
     operator: str  # aten.mul.Tensor
     kind: str  # operator: from equal inputs; fusion: only together with others; capture: before anything is compiled
@@ -53,32 +53,33 @@ class First:
     file: str = ""
     line: int = 0
     code: str = ""
-    probes: int = 0  # how often the graph was compiled for this
+    probes: int = 0  # how many times the graph was compiled for the search
 
     def __str__(self) -> str:
         return f"{self.operator} ({self.direction}){self.where()}: {self.why()}"
 
     def where(self) -> str:
-        layer = f" in {self.layer}" if self.layer else ""
+        layer = f" in layer {self.layer}" if self.layer else ""
         return layer + (f" at {self.file}:{self.line}" if self.file else "") + (f" `{self.code}`" if self.code else "")
 
     def why(self) -> str:
         if self.kind == "capture":
-            return "the captured graph holds other operators in its place, and they give other values than it does"
+            return "the captured graph has other operators in its place, which give other values"
         if self.kind == "fusion":
-            return f"only where it is fused: with {', '.join(self.unrounded)} put into memory the difference vanishes"
-        return "its result differs, though all that it reads, put into memory, is equal"
+            stored = ", ".join(self.unrounded)
+            return f"it differs only inside a fused kernel, and not if {stored} is stored in memory first"
+        return "its result differs, although everything that it reads is equal"
 
 
 def first_of_call(call: Call, number: int = 1) -> First | None:
-    """The first operator of a call whose results differ from ATen's; None if they are all equal."""
+    """The first operator of a call whose result differs from ATen's; None if all results are equal."""
     eager = call.values()
     wrong = differing_results(call, eager)
     return Search(call, eager).run(wrong[0], number) if wrong else None
 
 
 def differing_results(call: Call, eager: dict[fx.Node, Any]) -> list[fx.Node]:
-    """Nodes whose values are returned, or written into an input, and differ from ATen's; in the order of the graph."""
+    """Nodes that are returned or written into an input, and differ from ATen's; in graph order."""
     pairs = [*zip(call.results(), call.outputs, strict=True), *zip(call.placeholders(), call.after, strict=True)]
     written = {n.args[0]: n.args[1] for n in call.graph.nodes if n.target is aten.copy_.default}
     wrong = {view_root(written.get(n, n)) for n, value in pairs
@@ -93,7 +94,7 @@ class Search:
         self.probes = 0
 
     def run(self, last: fx.Node, number: int) -> First:
-        low = -1  # everything up to here was equal
+        low = -1  # everything up to here is equal
         while True:
             before = ancestors(last)
             between = [n for n in before if self.order[n] > low and self.comparable(n)]
@@ -115,17 +116,17 @@ class Search:
                 and not facts(n.target).undefined and n.target is not aten.copy_.default)
 
     def differing(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Those of the nodes whose values differ from ATen's in the graph that returns all of them."""
+        """The nodes whose values differ from ATen's when the graph returns all of the given nodes."""
         self.probes += 1
         found = self.call.probe(nodes)
         wrong = {n for n in nodes if not same(self.eager[n], found[n])}
         return sorted(wrong, key=self.order.__getitem__)
 
     def fusion(self, living: Sequence[fx.Node], last: fx.Node, number: int) -> First:
-        """Which of the values must be in memory, and who reads them otherwise."""
+        """Find which values must be in memory for equality, and the node that reads them otherwise."""
         needed = list(living)
         size = (len(needed) + 1) // 2
-        while size and len(needed) > 1:  # leave out what is not needed, halves first
+        while size and len(needed) > 1:  # remove what is not needed, halves first
             for start in range(0, len(needed), size):
                 rest = needed[:start] + needed[start + size:]
                 if rest and not self.differing([*rest, last]):
@@ -161,14 +162,14 @@ class Search:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether a node has eager's value. Some operators return private results (for their gradient) in other shapes than
-    torch's metadata, which we follow, says: these cannot be compared."""
+    """Whether a node has eager's value. Some operators return private results (for their gradient) in another shape
+    than in torch's metadata, which we follow: these cannot be compared, and count as equal."""
     shapes = [x.shape for x in (a, b) if isinstance(x, torch.Tensor)]
     return len(set(shapes)) == 2 or difference("", a, b).equal
 
 
 def users(n: fx.Node) -> Iterable[fx.Node]:
-    """Who reads its value, through views or not."""
+    """The nodes that read a value, directly or through views."""
     for u in n.users:
         if u.op == "call_function" and view_root(u) is not u:
             yield from users(u)
@@ -176,7 +177,7 @@ def users(n: fx.Node) -> Iterable[fx.Node]:
 
 
 def ancestors(n: fx.Node) -> dict[fx.Node, None]:
-    """What it is computed from, in the order of the graph."""
+    """The nodes that a node is computed from, in graph order."""
     found = {n}
     for m in reversed(n.graph.nodes):
         if m in found:
@@ -185,7 +186,7 @@ def ancestors(n: fx.Node) -> dict[fx.Node, None]:
 
 
 def descendants(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """What is computed from them."""
+    """The nodes that are computed from the given ones."""
     found: set[fx.Node] = set()
     left = list(nodes)
     while left:
@@ -196,7 +197,7 @@ def descendants(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def called(n: fx.Node) -> str:
-    """The operator; of one that returns several values, with the number of this one."""
+    """The operator's name; for one of several results, with its index."""
     if n.target is operator.getitem:
         producer, k = n.args
         return f"{called(producer)}[{k}]"  # type: ignore[arg-type]
@@ -204,7 +205,7 @@ def called(n: fx.Node) -> str:
 
 
 def companions(call: Call, n: fx.Node) -> list[str]:
-    """The operators of the kernel that computes the node, where it is one of ours."""
+    """The operators that share the node's kernel, if it is one of ours."""
     name = n.all_input_nodes[0].name if n.target is operator.getitem else n.name
     for step in call.compiled.program.steps:
         origins = getattr(step, "origins", ())
@@ -227,7 +228,7 @@ def of_torch(file: str) -> bool:
 
 
 def layer_of(n: fx.Node) -> str:
-    """The innermost module around the node, by its path in the model."""
+    """The path in the model of the innermost module around the node."""
     stack = n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return re.sub(r"^L\['(?:self|fn)'\]\.?|^[GL]\['(\w+)'\]|_modules\b|\['|'\]|\[|\]", lambda m: m[1] or "",

@@ -6,7 +6,7 @@
     calls[0].values()                      # of ATen, operator by operator, from the same inputs
     calls[0].probe([node, ...])            # the graph compiled with more outputs: what our kernels have there
 
-Inputs and the state of the random numbers are copied before a call, so that it can be made again.
+Inputs and the state of the random generators are copied before each call, so that it can be repeated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from flambeau.runtime.memory_layout import copied
 @dataclass
 class Call:
     compiled: Compiled
-    inputs: list[Any]  # as they were before
+    inputs: list[Any]  # copies made before the call
     random: list[Any]
     outputs: list[Any] = field(default_factory=list)
-    after: list[Any] = field(default_factory=list)  # the inputs when the call was done: some are changed in place
+    after: list[Any] = field(default_factory=list)  # the inputs after the call: some are changed in place
 
     @property
     def graph(self) -> fx.Graph:
@@ -51,18 +51,18 @@ class Call:
         return [n for n in self.graph.nodes if n.op == "placeholder"]
 
     def values(self) -> dict[fx.Node, Any]:
-        """What ATen computes at every node; inputs are as they are afterwards."""
+        """ATen's value of every node; inputs have their values after the run."""
         keeper = Keeper(self.compiled.gm)
         with torch.no_grad(), random_state(self.random):
             keeper.run(*self.fresh())
         return keeper.kept
 
     def probe(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Any]:
-        """What our kernels compute at these nodes, in the graph compiled so that it returns them as well."""
+        """Our kernels' values of these nodes, from a graph that is compiled to return them as well."""
         given = self.results()
         extra = [n for n in dict.fromkeys(nodes) if n not in given]
         gm = self.compiled.gm if not extra else fx.GraphModule(self.compiled.gm, longer(self.graph, extra))
-        # Not compile_graph, which would let ATen run what cannot be compiled: that is equal, and explains nothing.
+        # Not compile_graph, which runs graphs with ATen if they do not compile: those would be equal and tell nothing.
         run = pipeline.boxed(pipeline.compiled(gm, self.compiled.options, self.compiled.exclude))
         with torch.no_grad(), random_state(self.random):
             outputs = run(self.fresh())
@@ -86,7 +86,7 @@ class Keeper(fx.Interpreter):
 
 
 def longer(graph: fx.Graph, extra: Sequence[fx.Node]) -> fx.Graph:
-    """The graph, with more results."""
+    """A copy of the graph with more results."""
     made = fx.Graph()
     to: dict[fx.Node, fx.Node] = {}
     results: Any = made.graph_copy(graph, to)
@@ -98,7 +98,7 @@ def longer(graph: fx.Graph, extra: Sequence[fx.Node]) -> fx.Graph:
 
 @contextmanager
 def observed(observe: Callable[[Compiled], None]) -> Iterator[None]:
-    """Told of every graph that is compiled inside the block; one found on disk would not be, and not be seen."""
+    """While active, call `observe` for every compiled graph. The disk cache is off: its graphs are not compiled."""
     pipeline.OBSERVERS.append(observe)
     try:
         with config.override(graph_cache=False):
@@ -109,7 +109,7 @@ def observed(observe: Callable[[Compiled], None]) -> Iterator[None]:
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """The calls of graphs that are compiled inside the block, in their order."""
+    """The calls, in order, of all graphs that are compiled inside the block."""
     calls: list[Call] = []
 
     def observe(made: Compiled) -> None:
@@ -137,7 +137,7 @@ def record(made: Compiled, run: Any, args: list[Any], calls: list[Call]) -> Any:
 
 
 def kept(x: Any) -> Any:
-    """A copy of a tensor; other values as they are."""
+    """A copy of a tensor; other values unchanged."""
     return copied(x) if isinstance(x, torch.Tensor) else x
 
 
@@ -147,7 +147,7 @@ def states() -> list[Any]:
 
 @contextmanager
 def random_state(state: Sequence[Any]) -> Iterator[None]:
-    """Random numbers are drawn from this state inside the block, and go on after it as if nothing had been drawn."""
+    """While active, random numbers are drawn from this state; afterwards they continue as if nothing had been drawn."""
     before = states()
     try:
         restore(state)

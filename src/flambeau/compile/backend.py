@@ -1,4 +1,4 @@
-"""The backend of torch.compile: AOTAutograd traces a graph of Dynamo's, and our pipeline compiles it.
+"""The torch.compile backend: AOTAutograd traces a graph from Dynamo, and Flambeau's pipeline compiles it.
 
     torch.compile(model, backend="flambeau", options={"numerics": "fast"})
 """
@@ -39,7 +39,7 @@ from .regions.pieces import in_pieces
 from .subgraphs import calls_subgraphs, written_out
 from .user_streams import ORDERS, compiled_with_streams, refuse_writes_behind, take_streams
 
-# Name: allowed values, or words for those that a function checks, and a description.
+# Option name: (allowed values, or a description of them where a function checks the value; what the option does).
 OPTIONS: dict[str, tuple[tuple[Any, ...] | str, str]] = {
     "numerics": (("fast", "eager"), "fast: keep more precision inside fused kernels; eager: equal eager bit for bit"),
     "target": ("a target's name", "the target that runs the graphs, instead of that of their device"),
@@ -57,7 +57,7 @@ MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 
 
 def check_options(options: dict[str, Any] | None, mode: str | None) -> dict[str, Any]:
-    """The settings of one compilation: the options, and the defaults of those that are not given."""
+    """The settings of one compilation: the given options, and defaults for all others."""
     # Read here, because a backward can be compiled later, in a thread that does not see an override.
     out: dict[str, Any] = {"numerics": config.numerics, "target": config.target, "search": config.search,
                            "contractions": config.contractions,
@@ -84,7 +84,8 @@ def flambeau_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
     mode: str | None = None, **_: Any
 ) -> Callable[..., Any]:
-    """What torch.compile calls with a graph of Dynamo's; the entry point "flambeau" in `torch_dynamo_backends`."""
+    """Compile one Dynamo graph: torch.compile calls this through the entry point "flambeau" in
+    `torch_dynamo_backends`."""
     try:
         settings = check_options(options, mode)
         if calls_subgraphs(gm):
@@ -94,9 +95,9 @@ def flambeau_backend(
         raise handed_on(error, inspect.currentframe()) from None
     if CompileContext.try_get() is not None:
         without_runtime_marks()
-    # Expect gradients in the layout of the results, as in eager. Otherwise torch 2.11 copies those that are not
-    # contiguous, between pieces too, and cuDNN's attention keeps plans that are wrong for another layout than the first
-    # one it saw. torch 2.11 cannot do this if a result has an element in several places (stride 0).
+    # Expect gradients in the layout of the results, as in eager. Otherwise torch 2.11 copies gradients that are not
+    # contiguous, also between pieces, and cuDNN's attention reuses a plan made for the first layout it saw, which is
+    # wrong for any other layout. torch 2.11 cannot do this if a result has overlapping elements (stride 0).
     laid_out = not any(isinstance(s, int) and s == 0 for t in results(gm) for s in t.stride())
     with (progress("compiling a graph"), aot_config.patch(guess_tangent_strides_as_outputs=laid_out),
           patches.SHARED_INPUTS.applied()):
@@ -106,7 +107,7 @@ def flambeau_backend(
 
 
 def results(gm: fx.GraphModule) -> list[torch.Tensor]:
-    """The example values of the tensors that a graph of Dynamo's returns."""
+    """The example values of the strided tensors that a Dynamo graph returns."""
     known = (n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes)
     return [t for t in known if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 
@@ -141,7 +142,7 @@ def compile_dynamo_graph(
     target = target_of(common_device(example_inputs), settings["target"])
     if target is not None and not wants_bits(settings["numerics"]) and ORDERS not in gm.meta:
         gm = channels_last(gm, target)
-    # Bytes are of all, not of a piece; and so are the steps that may run side by side.
+    # The memory limit (`offload`) and the choice of parallel steps (`streams`) concern the whole graph, not pieces.
     whole = ORDERS in gm.meta or isinstance(settings["offload"], str) or settings["streams"] == "auto"
     if settings.pop("regions") and not whole:
         found = cut(gm, example_inputs)
@@ -222,7 +223,7 @@ def compile_anew(
 
 
 def offload_of(wanted: Any, target: Target | None, inputs: Sequence[Any]) -> Any:
-    """What is to be saved less, where tensors are on a device with streams."""
+    """The offload request for the partitioner; None if not asked for, or if the device has no streams."""
     from flambeau.runtime.streams.host_copies import device_memory, link_rate
 
     from .offload import Offload

@@ -1,8 +1,8 @@
-"""A compiled graph as plain data for the disk cache: which parts of torch's entry are kept, and all types in it.
+"""Encodes a compiled graph as plain data for the disk cache. Lists the parts of torch's entry to keep, and their types.
 
-What torch's wrappers around a compiled function depend on is kept; what is only for logs, what says where Dynamo found
-its inputs, and wrappers that have nothing to do are left out. All private classes of torch that an entry is made of
-stand here, and nowhere else.
+An entry keeps what torch's wrappers around a compiled function depend on. It omits data used only for logs, the record
+of where Dynamo found its inputs, and wrappers that have nothing to do. All private torch classes that an entry consists
+of are listed here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from flambeau.torch_compat.fake import FunctionalTensor
 
 TYPES = (torch.Tensor, FunctionalTensor, nn.Parameter, int, float, bool, type(None), torch.SymInt)
 LOGGED = dict.fromkeys(("aot_joint_graph_str", "aot_forward_graph_str", "aot_backward_graph_str", "min_cut_info_str"))
-# (module, class, fields that are written as something else, attributes that are set later); not every version of torch
-# has them all.
+# (module, class, fields that are written as a fixed value instead, attributes that are set after construction). Not
+# every torch version has all of these.
 TORCHS: tuple[tuple[ModuleType, str, dict[str, Any], tuple[str, ...]], ...] = (
     (aot_autograd_result, "BundledAOTAutogradResult", {**LOGGED, "dispatch_wrappers": []}, ()),
     (aot_autograd_result, "BundledCompiledForward", {}, ()),
@@ -42,16 +42,16 @@ TORCHS: tuple[tuple[ModuleType, str, dict[str, Any], tuple[str, ...]], ...] = (
 
 
 def encode(entry: Any) -> bytes:
-    """An entry of torch's cache with our packages in it. Unwritable, if it has something that is not in the table."""
+    """Encode an entry of torch's cache with our packages in it. Unwritable for a type that is not in the table."""
     for wrapper in entry.dispatch_wrappers:
         if getattr(wrapper, "needs_post_compile", True):
             raise Unwritable(f"it needs the wrapper {type(wrapper).__name__}")
-    with disable_current_modes():  # of a trace that is under way: tensors are real here
+    with disable_current_modes():  # the modes of a trace in progress, because the tensors here are real
         return codec().encode(entry)
 
 
 def decode(data: bytes) -> Any:
-    """The entry. Malformed, if it is none."""
+    """Decode an entry. Raises Malformed if the data is not one."""
     with disable_current_modes():
         made = codec().decode(data)
     if type(made) is not aot_autograd_result.BundledAOTAutogradResult:
@@ -65,7 +65,7 @@ def codec() -> Codec:
 
     torchs = [Record(kind, instead, after) for module, name, instead, after in TORCHS
               if (kind := getattr(module, name, None)) is not None]
-    # Descriptions of inputs and results, for messages.
+    # Descriptions of inputs and results, used in messages.
     described = [Record(kind) for kind in vars(descriptors).values()
                  if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
     own = [Attributes(Stored, package=LaunchPlan), BackwardModule()]
@@ -74,8 +74,7 @@ def codec() -> Codec:
 
 
 class BackwardModule(Attributes):
-    """The backward graph, for compiled autograd, which traces it again: source text, as that of a program, and the
-    tensors that it holds."""
+    """The backward graph, which compiled autograd traces again: stored as Python source and the tensors it holds."""
 
     def __init__(self) -> None:
         super().__init__(aot_autograd_result.SerializedGraphModule, imports=str, code=str,
@@ -95,7 +94,7 @@ class BackwardModule(Attributes):
         return made
 
 
-# ---- views, by which results are made of an input or of each other ---------------------------------------
+# ---- view sequences: how results are recreated as views of inputs or of each other -------------------------
 
 
 def views() -> list[Record]:
@@ -106,7 +105,7 @@ def views() -> list[Record]:
 
 
 class ViewSequence(Attributes):
-    """Without its description of the view, with which traces are compared."""
+    """A view sequence without its metadata, which torch uses only to compare traces."""
 
     def __init__(self, kind: type) -> None:
         super().__init__(kind, sequence=list[Any])
@@ -118,7 +117,7 @@ class ViewSequence(Attributes):
 
 
 class ViewStep(Attributes):
-    """One step, as the tuple that its native class is made from, which holds its elements to their types."""
+    """One view step, stored as the argument tuple of its native class, whose constructor checks the element types."""
 
     def __init__(self, kind: type, mode: Any) -> None:
         super().__init__(kind, parts=tuple[Any, ...])

@@ -1,8 +1,8 @@
 """The key of a compiled graph in the disk cache: graph, inputs, torch's state, options, versions.
 
-The graph is Dynamo's, before AOTAutograd: to make the key must be much cheaper than to trace. What text
-cannot tell apart with certainty gets no key: functions of the user, operators from outside, tensors held as
-constants, inputs that share memory (AOTAutograd compiles for the way they overlap).
+The key is made from Dynamo's graph, before AOTAutograd, because making it must be much cheaper than tracing. Things
+that text cannot identify with certainty get no key: user functions, operators from outside of torch, tensors held as
+constants, and inputs that share memory (AOTAutograd specializes on how they overlap).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from flambeau.torch_compat.ops import HigherOrderOperator
 
 from .regions.nodes import SYMBOLIC, TENSORS, namespace
 
-# Whose functions and operators are as fixed as their package's version, which is in the key.
+# Modules whose functions and operators are fixed by the package's version, which is part of the key.
 MODULES = ("torch", "operator", "_operator", "math", "builtins")
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device,
              torch.layout, torch.memory_format)
-# Settings that say where and how to work, not what comes out.
+# Settings that affect where and how compilation runs, but not its result.
 ASIDE = ("cache_dir", "cache_limit_mb", "graph_cache", "regions", "compiler", "compile_jobs",
          "compile_timeout", "debug", "verify", "log", "nvtx", "progress")
-# What a subgraph's meta may hold that changes how it is compiled.
+# Entries of a subgraph's meta that change how it is compiled.
 REGION_META = ("_checkpoint_context_fn", "nested_region_config")
 
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any], target: Target) -> str:
-    """64 hex digits, equal in two processes only if both would compile the same; raises Uncacheable."""
+    """64 hex digits, equal in two processes only if both would compile the same code. Raises Uncacheable."""
     if ORDERS in gm.meta:
         raise Uncacheable("it uses streams")
     asked = {s.name: config.read(s) for s in SETTINGS if s.name not in ASIDE} | dict(settings)
@@ -49,9 +49,9 @@ def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, 
 
 
 def state() -> tuple[Any, ...]:
-    """Whatever else AOTAutograd's trace depends on."""
+    """Global torch state, beyond graph and inputs, that AOTAutograd's trace depends on."""
     casts = [d for d in autocast_devices() if torch.is_autocast_enabled(d)]
-    attention = torch.backends.cuda  # the switches hold for the CPU as well
+    attention = torch.backends.cuda  # these switches apply to the CPU as well
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         torch.get_deterministic_debug_mode(), [(d, torch.get_autocast_dtype(d)) for d in casts],
@@ -65,13 +65,13 @@ def state() -> tuple[Any, ...]:
 
 
 def held(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """What the graph holds as parameters and buffers: AOTAutograd makes inputs of them, before all others."""
+    """The parameters and buffers held by the graph. AOTAutograd makes them inputs, ahead of all others."""
     return {**dict(gm.named_parameters(recurse=False, remove_duplicate=False)),
             **dict(gm.named_buffers(recurse=False, remove_duplicate=False))}
 
 
 def memory(inputs: Sequence[Any]) -> Iterator[str]:
-    """What the placeholders' fake tensors do not show. They have the shapes: some of these are symbolic."""
+    """Facts about the inputs that the placeholders' fake tensors lack. Shapes come from those, as some are symbolic."""
     storages = set()
     for x in inputs:
         if isinstance(x, torch.SymInt):
@@ -89,7 +89,7 @@ def memory(inputs: Sequence[Any]) -> Iterator[str]:
 
 
 def symbol_range(x: torch.SymInt) -> str:
-    """A size that varies, and between which bounds: kernels are written for these."""
+    """A symbolic size with its value range, because kernels are specialized on that range."""
     if not x.node.has_hint():
         raise Uncacheable("an input is a size that only data decides")
     ranges = x.node.shape_env.var_to_range
@@ -105,7 +105,7 @@ def tensor_text(t: torch.Tensor) -> str:
 
 
 def graph_lines(gm: fx.GraphModule) -> Iterator[str]:
-    """A line for each node: names do not matter, positions do."""
+    """One line of text per node. Nodes are identified by position, so names do not matter."""
     for name, tensor in held(gm).items():
         yield f"held {name} {tensor_text(tensor)}"
     for key in REGION_META:

@@ -1,8 +1,8 @@
-"""Converts images to channels-last layout if the machine's convolutions are fastest with it.
+"""Converts images to channels-last layout if the target's convolutions are fastest with it.
 
-Every convolution of a captured graph is given its image and its weight in that order. What follows takes it over: most
-operators keep the order of what they read, the backward pass does, and what is in the order already is not copied.
-Operators that could tell the difference, and the caller of the graph, are given the order they would have had.
+Every convolution of a captured graph gets its image and its weight in channels-last order. Later operators inherit the
+order: most keep the order of their inputs, the backward pass does too, and tensors already in that order are not
+copied. Operators that could observe the difference, and the caller of the graph, get the original order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def channels_last(gm: fx.GraphModule, target: Target) -> fx.GraphModule:
-    """The graph with the convolutions in that order that the target names, or as it is where that may be wrong."""
+    """The graph with the convolutions chosen by the target in channels-last order, unless that could be wrong."""
     convolutions = [n for n in gm.graph.nodes if n.op == "call_function" and named(name_of(n)).contracts]
     if not convolutions or not all(
             isinstance(s, int) for n in gm.graph.nodes for t in tensors(value(n)) for s in t.shape):
@@ -43,11 +43,11 @@ def channels_last(gm: fx.GraphModule, target: Target) -> fx.GraphModule:
 
 
 class Kept(Exception):
-    """Why a graph keeps its order."""
+    """The reason why a graph keeps its original order."""
 
 
 def convolution(n: fx.Node) -> Convolution | None:
-    """What the node convolves, if it is a batch of images or volumes."""
+    """A description of the node's convolution; None unless it convolves a batch of images or volumes."""
     name = name_of(n)
     if not name.startswith("conv"):
         return None
@@ -65,7 +65,7 @@ def operands(n: fx.Node) -> tuple[Any, Any]:
 
 
 class Reordered:
-    """Copies a graph, running it on fake tensors to see what lies how."""
+    """Copies a graph node by node, and evaluates each copy on fake tensors to learn its strides."""
 
     def __init__(self, gm: fx.GraphModule, wanted: Collection[fx.Node]) -> None:
         self.gm, self.graph, self.wanted = gm, fx.Graph(), wanted
@@ -108,13 +108,13 @@ class Reordered:
         return made
 
     def may_write(self, n: fx.Node) -> bool:
-        """Whether what an operator writes to is memory that the same operators would have made."""
+        """Whether the memory that an operator writes to would be fresh in any layout, and is not possibly a view."""
         at = argument(n, 0, "input")
         return isinstance(at, fx.Node) and (at.op == "placeholder" or named(name_of(at)).fresh or (
             writes(at, name_of(at)) and self.may_write(at)))
 
     def restored(self, n: fx.Node) -> fx.Node:
-        """What it was, in the order that it had."""
+        """Converts a value back to its original memory order."""
         made = self.new[n]
         for old, now in zip(tensors(value(n)), tensors(value(made)), strict=True):
             if old.stride() == now.stride():
@@ -128,7 +128,7 @@ class Reordered:
         if value(x).is_contiguous(memory_format=order):
             return x
         given = x
-        if value(x).requires_grad and value(x).is_contiguous():  # so is its gradient, which a view of a view makes so
+        if value(x).requires_grad and value(x).is_contiguous():  # a view of a view makes the gradient contiguous too
             for shape in ((-1,), tuple(value(x).shape)):
                 given = self.graph.call_method("view", (given, *shape))
                 self.evaluate(given)
@@ -154,7 +154,7 @@ class Reordered:
 
 
 def is_computed(n: fx.Node) -> bool:
-    """Whether a kernel of ours makes it, which writes in any order: not an input, nor a library."""
+    """Whether one of our kernels makes the value, and so can write it in any order (not an input or a library call)."""
     while n.op.startswith("call") and not named(name_of(n)).fresh and not writes(n, name_of(n)) and isinstance(
             n.args[0], fx.Node):
         n = n.args[0]

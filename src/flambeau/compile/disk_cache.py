@@ -1,9 +1,9 @@
 """Stores whole compiled graphs on disk, so that later processes neither trace nor compile them.
 
-An entry is what torch's own cache of AOTAutograd would keep (wrappers for mutation, aliasing, autograd, and
-guards on sizes), with our packages of forward and backward in it, as plain data of a closed table of types
-(`graph_entry.py`). It lies in the kernel cache, sealed and bounded like a kernel, under the key of Dynamo's graph.
-Whatever is wrong with an entry, the graph is compiled again.
+An entry is what torch's own AOTAutograd cache would keep (wrappers for mutation, aliasing and autograd, and guards on
+sizes), with our packages for forward and backward inside. It is plain data from a closed table of types
+(`cache_entry.py`). It is stored in the kernel cache, sealed and limited in size like a kernel, under the key of
+Dynamo's graph. If anything is wrong with an entry, the graph is compiled again.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from .cache_key import graph_key, held
 log = logging.getLogger(__name__)
 
 SUFFIX = ".graph"
-PLACES = 4  # entries of one key: graphs with symbolic sizes that differ in what they assume about these
-SHARE = 8  # an entry larger than this part of the whole cache (a graph that holds tensors) is not kept
+PLACES = 4  # entries per key: graphs with symbolic sizes that differ in their assumptions about the sizes
+SHARE = 8  # an entry larger than 1/8 of the cache limit (a graph that holds tensors) is not kept
 
 stats: Counter[str] = Counter()  # hit, miss, stored, refused
-# Each waits for the kernels of a graph that is to be stored.
+# Threads that wait for the kernels of a graph before storing it.
 keepers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Stored(OutputCode):
-    """A package in the form that AOTAutograd's results hold: callable once `post_compile` has loaded it."""
+    """A package wrapped as AOTAutograd's entries expect it: callable once `post_compile` has loaded it."""
 
     def __init__(self, package: LaunchPlan | None, build: Build | None = None) -> None:
         super().__init__()
-        self.package = package  # None: this graph has none, and its entry is not kept
-        self.build = build  # of the package's kernels, in the process that compiled it
+        self.package = package  # None: the graph has no package, so its entry is not kept
+        self.build = build  # compiles the package's kernels; only set in the process that compiled it
 
     def __call__(self, inputs: Any) -> Any:
         return self.run(inputs)
@@ -66,17 +66,17 @@ class Stored(OutputCode):
         assert self.package is not None
         self.run: Run = self.package.load()
         BOUND.add(self)
-        self._boxed_call = True  # of the object: wrappers copy its own attributes, not its class's
+        self._boxed_call = True  # on the instance, as wrappers copy its attributes but not those of its class
 
     def bind_again(self) -> None:
         if self.package is not None and self.package.graphs is None:  # recordings would be lost
             self.run = self.package.load()
 
-    __hash__ = object.__hash__  # torch's class has none
+    __hash__ = object.__hash__  # torch's class is not hashable
 
 
 class GraphCache:
-    """The cache, as one graph sees it. Without a key it keeps nothing."""
+    """The disk cache as seen by one graph. Without a key, nothing is stored."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any],
                  target: Target | None) -> None:
@@ -85,17 +85,17 @@ class GraphCache:
         self.key: str | None = None
         self.free: str | None = None  # the place for a new entry
         wanted = config.graph_cache and not config.verify and not torch.compiler.config.force_disable_caches
-        wanted = wanted and config.debug < 2  # an entry has kernels, and not what became of the operators
+        wanted = wanted and config.debug < 2  # an entry holds kernels, but not the report of how operators were fused
         if wanted and target is not None:
             try:
                 self.key = graph_key(gm, inputs, settings, target)
-            except Exception as reason:  # Uncacheable, or an input of a kind that nobody thought of
+            except Exception as reason:  # Uncacheable, or an unforeseen kind of input
                 self.refuse(reason)
 
     # ---- look up ---------------------------------------------------------------------------------------
 
     def load(self) -> Callable[..., Any] | None:
-        """The compiled function of an earlier process, ready to call."""
+        """The compiled function of an earlier process, ready to call; None if there is none."""
         if self.key is None:
             return None
         disk = self.disk()
@@ -120,7 +120,7 @@ class GraphCache:
         return None
 
     def fits(self, entry: Any) -> bool:
-        """Whether the sizes of this call are among those that the entry was compiled for."""
+        """Whether the sizes of this call satisfy the guards that the entry was compiled with."""
         if not entry.guards_expr:
             return True
         sizes = [x.node.hint for x in self.inputs if isinstance(x, torch.SymInt)]
@@ -141,12 +141,12 @@ class GraphCache:
     # ---- keep ------------------------------------------------------------------------------------------
 
     def compiler(self, compile_graph: Callable[[fx.GraphModule], Run]) -> Callable[..., Any]:
-        """A compiler for AOTAutograd; its results carry their packages if they are to be kept."""
+        """A compiler for AOTAutograd. Its results carry their packages if they are to be stored."""
 
         def compiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Run:
             run = compile_graph(graph)
-            # A backward that takes over its saved tensors' memory cannot run twice. Ours takes copies then, but torch
-            # would refuse retain_graph.
+            # A backward that reuses the memory of its saved tensors cannot run twice. Ours then works on copies, but
+            # torch would refuse retain_graph.
             if (context := TracingContext.try_get()) and context.fw_metadata is not None:
                 context.fw_metadata.bw_donated_idxs = []
             if self.key is None:
@@ -160,31 +160,31 @@ class GraphCache:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While it compiles, torch's cache of AOTAutograd hands its entry to us and finds none itself."""
+        """While active, torch's AOTAutograd cache passes new entries to us and finds none itself."""
         if self.key is None:
             yield
             return
 
         def key_of(mod: fx.GraphModule, *_: Any, **__: Any) -> tuple[str | None, list[str]]:
-            check_cacheable(mod)  # raises for what torch does not trust; there is no entry then
+            check_cacheable(mod)  # raises for graphs that torch does not trust; these get no entry
             return self.key, []
 
         def save(original: Callable[..., None], key: str, entry: Any, remote: bool) -> None:
             parts = [p.result for p in (entry.compiled_fw, entry.compiled_bw) if hasattr(p, "result")]
             if any(isinstance(part, Stored) for part in parts):
                 self.store(entry, parts)
-            else:  # of Inductor, in another thread
+            else:  # an entry of Inductor, which compiles in another thread
                 original(key, entry, remote)
 
-        # An entry holds forward and backward, so the backward is compiled at once: its kernels build beside those of
-        # the forward.
+        # An entry holds forward and backward, so the backward is compiled now, and its kernels build in parallel with
+        # the forward's.
         at_once = aot_config.patch(
             enable_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True)
         with at_once, inductor_config.patch(fx_graph_cache=True), patches.CACHE.applied(key_of, save):
             yield
 
     def store(self, entry: Any, parts: Sequence[Stored]) -> None:
-        """Keep an entry, as soon as all of its kernels have built."""
+        """Store an entry as soon as all of its kernels are built."""
         assert self.free is not None
         disk = self.disk()
         try:
@@ -202,7 +202,8 @@ class GraphCache:
 
     @classmethod
     def keep(cls, builds: Sequence[Build], disk: DiskCache, place: str, data: bytes) -> None:
-        """Beside the caller: a backward that is never called would not be waited for otherwise."""
+        """Wait in a thread for all kernels, then store the entry. A backward that is never called is waited for by
+        nobody else."""
         try:
             for build in builds:
                 for kernel in build.wait().values():

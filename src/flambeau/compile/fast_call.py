@@ -1,12 +1,12 @@
 """A fast path from a call to its compiled graph, and through autograd.
 
-AOTAutograd wraps a graph for all that a graph may do: change its inputs, return views of them, hand sizes, random
-states and tensor subclasses to its backward. What most graphs do is read tensors and return new ones. Those get the
-wrappers of this file, which cost a call and its backward a third of the Python (some 150 us where kernels have just
-streamed through the caches). Every other graph, and every unusual call of these (a second derivative, a gradient laid
-out otherwise), goes AOTAutograd's way: ours is a subclass of its autograd function. Dynamo's own part of a call is
-shortened by the marks that it sets for profilers, and by what torch.compile puts around a function
-(`torch_compat/short_calls.py`).
+AOTAutograd's wrappers handle everything a graph may do: change its inputs, return views of them, pass sizes, random
+states and tensor subclasses to its backward. Most graphs just read tensors and return new ones. Those get the wrappers
+of this file, which save a third of the Python time of a call and its backward (some 150 us when kernels have just
+streamed through the caches). Every other graph, and every unusual call of these graphs (a second derivative, a gradient
+with another layout), takes AOTAutograd's path: our autograd function is a subclass of AOTAutograd's. Dynamo's own part
+of a call is shortened by dropping the marks that it sets for profilers, and the layers that torch.compile puts around a
+function (`torch_compat/short_calls.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NATIVE = ("aten", "prim", "prims")
 
 @contextmanager
 def lean_wrappers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
-    """Within it, AOTAutograd puts our wrappers around plain graphs, compiled anew or from its cache."""
+    """While active, AOTAutograd puts our wrappers around plain graphs, whether newly compiled or from its cache."""
     if not ordinary(gm, inputs):
         yield
         return
@@ -60,7 +60,7 @@ def lean_wrappers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def ordinary(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """No operators of others, whose first call AOTAutograd watches; no hooks that it takes into the graph."""
+    """Whether a graph has no foreign operators (AOTAutograd watches their first call) and no saved-tensor hooks."""
     operators = (n.target for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
     foreign = any(space not in NATIVE for t in operators if (space := namespace(t)) is not None)
     hooked = saved_tensors_hooks(True) is not None
@@ -68,7 +68,7 @@ def ordinary(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
 
 
 def returns_new_tensors(m: ViewAndMutationMeta) -> bool:
-    """And leaves its inputs and the grad mode alone."""
+    """Whether all results are new tensors, and inputs and the grad mode are left unchanged."""
     changed = m.num_mutated_inp_runtime_indices or m.mutated_graph_handled_indices_seen_by_autograd
     return not (changed or m.num_intermediate_bases or m.grad_enabled_mutation is not None
                 or m.is_rng_op_functionalized or (m.dynamic_outputs and mark_dynamic is None)) and all(
@@ -76,7 +76,7 @@ def returns_new_tensors(m: ViewAndMutationMeta) -> bool:
 
 
 def carries_tensors(function: Any, m: ViewAndMutationMeta) -> bool:
-    """Nothing but numbers, and tensors of known layouts, goes from forward to backward."""
+    """Whether forward passes only numbers, and tensors of known layouts, to backward."""
     other = (function.maybe_subclass_metadata, m.num_opaque_objects_saved_for_bw, m.tokens, m.num_backward_tokens,
              m.num_graphsafe_rng_states, m.indices_of_inputs_that_requires_grad_with_mutations_in_bw)
     return not any(other) and all(getattr(t, "memory_format", None) is not None for t in m.subclass_tangent_meta)
@@ -86,7 +86,7 @@ def carries_tensors(function: Any, m: ViewAndMutationMeta) -> bool:
 
 
 def marking(m: ViewAndMutationMeta) -> Callable[[Sequence[Any]], Any]:
-    """What marks the sizes of results that may change."""
+    """A function that marks the dynamic sizes of the results."""
     dims = [(k, o.dynamic_dims) for k, o in enumerate(m.output_info) if o.dynamic_dims]
 
     def mark(outs: Sequence[Any]) -> Sequence[Any]:
@@ -103,7 +103,7 @@ def inference(compiled: Callable[..., Any], m: ViewAndMutationMeta) -> Callable[
     def run(args: list[Any]) -> Any:
         if not torch.is_grad_enabled():
             return mark(compiled(args))
-        # Operators that are called as they are would record, if an input asks for gradients.
+        # ATen operators called directly would record autograd nodes if an input requires gradients.
         set_grad_enabled(False)
         try:
             return mark(compiled(args))
@@ -120,7 +120,7 @@ def training(function: Any, m: ViewAndMutationMeta) -> Callable[[list[Any]], Any
     def run(args: list[Any]) -> Any:
         if torch.is_grad_enabled():
             return mark(apply(*args))
-        with torch.enable_grad():  # what the graph was traced for: it turned gradients on itself
+        with torch.enable_grad():  # the graph was traced with gradients on: the function enables them itself
             return mark(apply(*args))
 
     run._boxed_call = True  # type: ignore[attr-defined]
@@ -128,16 +128,16 @@ def training(function: Any, m: ViewAndMutationMeta) -> Callable[[list[Any]], Any
 
 
 def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
-    """AOTAutograd's function with the usual call written out."""
+    """A subclass of AOTAutograd's autograd function with a short path for the common call."""
     count = m.num_forward_returns
     checked = m.tensors_saved_for_backwards_with_vc_check_slice
     unchecked = m.tensors_saved_for_backwards_no_vc_check_slice
     constant = [k for k, o in enumerate(m.output_info) if not o.requires_grad]
     tangents = [k for k, o in enumerate(m.output_info) if getattr(o, "requires_grad_for_backward", o.requires_grad)]
-    layouts = [t.memory_format for t in m.subclass_tangent_meta]  # with strides, or with an order where sizes change
+    layouts = [t.memory_format for t in m.subclass_tangent_meta]  # strides, or a memory format for symbolic sizes
     expected = [(k, t.stride, t.memory_format) for k, t in zip(tangents, layouts, strict=True)]  # type: ignore[union-attr]
     symints = m.symints_saved_for_backwards_slice
-    boxed = getattr(full, "boxed_grads_call", False)  # gradients come as one list
+    boxed = getattr(full, "boxed_grads_call", False)  # gradients come as one list that the backward empties
 
     class CompiledFunction(full):
         @staticmethod
@@ -170,6 +170,6 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
             ctx.maybe_clear_saved_tensors()
             return tuple(compiled(args))
 
-    # Dynamo stays out of this frame when a compiled function calls backward(); the frame has none of ours below it.
+    # Keep Dynamo out of this frame if a compiled function calls backward(), as none of our frames is below it.
     skip_code(CompiledFunction.backward.__code__)
     return CompiledFunction

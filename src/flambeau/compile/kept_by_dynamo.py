@@ -1,7 +1,7 @@
-"""Keeps Dynamo from decomposing some operators, if results have to equal eager's bit for bit.
+"""Keeps Dynamo from decomposing some operators if results must equal eager's bit for bit.
 
-`torch.addcdiv` with a number becomes a quotient, a product and a sum, `torch._foreach_lerp_` a difference and a sum, so
-that the number may be a tensor. What is written out rounds where eager's kernel does not.
+Dynamo rewrites `torch.addcdiv` with a number as a quotient, a product and a sum, and `torch._foreach_lerp_` as a
+difference and a sum, so that the number may be a tensor. The decomposition rounds where eager's kernel does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flambeau.torch_compat.patches import HANDLERS
 
 
 def handled() -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Functions and methods of the operators that have such a number, with where it is: by name, or at a position."""
+    """Functions and methods of the affected operators, each with the number's place: a keyword, or a position."""
     numbers = dict(names_with("number"))
     functions = {f"{name}{end}": number for name, number in numbers.items() for end in ("", "_")}
     return ({getattr(torch, name): number for name, number in functions.items() if hasattr(torch, name)},
@@ -27,8 +27,8 @@ def handled() -> tuple[dict[Any, Any], dict[str, Any]]:
 
 
 def kept_whole(exact: Callable[[Any], bool]) -> AbstractContextManager[None]:
-    """Within it. `exact` says of what Dynamo compiles for, whether eager's bits are wanted: it may be for others, in
-    other threads."""
+    """While active, Dynamo keeps these operators whole. `exact` is given the function that Dynamo compiles with and
+    says whether its results must equal eager's bits, because other backends may compile in other threads."""
     return HANDLERS.applied(*handled(), functools.partial(leaving, exact))
 
 

@@ -1,15 +1,15 @@
-"""What a backward needs of its forward: kept on the device, computed again, or sent to the host and fetched.
+"""Decides for each saved tensor of a forward: keep it on the device, recompute it, or send it to the host and back.
 
     torch.compile(model, backend="flambeau", options={"offload": "4GiB"})     # so much less at the peak
     options={"offload": 0.3}                                                  # that part of the peak
     options={"offload": "auto"}                                               # what the device's memory is short of
 
-One model of times decides for each saved tensor. To send it costs nothing if the link to the host is free until the
-forward ends, and if the copy back is there before it is used; otherwise it costs what the copy takes. To compute it
-again costs what its operators take. So the link gets what is expensive to compute, and the rest of what was asked for
-comes from what is cheap. How fast the link is, is measured once for a machine and kept on disk.
+One time model decides for all saved tensors. Sending costs nothing if the link to the host is free until the forward
+ends, and the copy back completes before the tensor is used. Otherwise it costs the time of the copy. Recomputing costs
+the time of its operators. So the link takes tensors that are expensive to compute, and the rest of the request is met
+by recomputing cheap ones. The speed of the link is measured once per machine and stored on disk.
 
-The cut between forward and backward is made twice: what is computed again changes what has to be saved.
+The joint graph is partitioned twice, because recomputation changes what has to be saved.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ from flambeau.torch_compat.ops import OpOverload
 
 from .offload_wish import bytes_of
 
-LEAST = 1 << 20  # bytes of a tensor that is worth a copy
-LONGEST_WAY = 64  # operators to compute for one saved tensor
-MARGIN = 0.9  # of the device's memory, that "auto" leaves to a program
-UNCHECKED = "saved_tensor_with_no_vc_check"  # in the meta of a saved tensor: torch saves those behind the others
+LEAST = 1 << 20  # bytes: smaller tensors are not worth a copy
+LONGEST_WAY = 64  # at most this many operators are recomputed for one saved tensor
+MARGIN = 0.9  # the share of the device's memory that "auto" lets a program use
+UNCHECKED = "saved_tensor_with_no_vc_check"  # a key in the meta of a saved tensor: torch saves these after the others
 Wish = str | float
 
 
-# ---- what there is ---------------------------------------------------------------------------------------------
+# ---- saved tensors and their costs -----------------------------------------------------------------------------
 
 
 @dataclass
 class Saved:
-    """Memory that a forward saves: a node of the forward, and the saved tensors that lie in it."""
+    """A memory block that the forward saves: the node that makes it, and the saved tensors that lie in it."""
 
     node: fx.Node
     bytes: int
-    made: float  # nanoseconds, from the forward's start
-    again: float  # to compute it once more; infinite if that would be something else
-    way: list[str]  # the nodes that are computed for it
+    made: float  # nanoseconds from the forward's start until it is made
+    again: float  # nanoseconds to recompute it; infinite if recomputing could give another result
+    way: list[str]  # names of the nodes that are recomputed for it
     results: list[fx.Node] = field(default_factory=list)
-    used: float = 0.0  # from the backward's start
+    used: float = 0.0  # nanoseconds from the backward's start until it is read
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What is wished, and the machine that it is for."""
+    """The requested saving, and the facts about the machine that decide how to meet it."""
 
     wish: Wish
     tuning: Tuning
-    rate: float  # bytes a nanosecond to the host
-    memory: Callable[[], int]  # bytes that the device has
-    part: bool = False  # of a model in pieces: others follow, beside which copies go on
+    rate: float  # bytes per nanosecond to the host
+    memory: Callable[[], int]  # total bytes of device memory
+    part: bool = False  # one piece of a larger model: copies may continue while later pieces run
 
 
 class Machine:
-    """The times of nodes, by what they move and multiply."""
+    """Estimates the time of a node from the bytes it moves and the operations of its products."""
 
     def __init__(self, tuning: Tuning, rate: float) -> None:
-        self.tuning, self.rate = tuning, rate  # bytes a nanosecond to the host
+        self.tuning, self.rate = tuning, rate  # bytes per nanosecond to the host
 
     def time(self, n: fx.Node) -> float:
         if n.op != "call_function" or not isinstance(n.target, OpOverload) or facts(n.target).view:
@@ -91,7 +91,7 @@ def is_product(n: fx.Node) -> bool:
 
 
 def is_stored(n: fx.Node) -> bool:
-    """Whether a kernel writes it to memory: a product does, and what products and callers read. All else is fused."""
+    """Whether a kernel stores the node's value: results of products, and what products or callers read. Others fuse."""
     if n.op == "placeholder" or is_product(n):
         return True
     if n.target is operator.getitem or is_view(n):
@@ -101,7 +101,7 @@ def is_stored(n: fx.Node) -> bool:
 
 
 def read_whole(n: fx.Node) -> bool:
-    """Whether a product or a caller reads a view."""
+    """Whether a product or the caller reads a view."""
     return any(u.op == "output" or is_product(u) or (is_view(u) and read_whole(u)) for u in n.users)
 
 
@@ -117,13 +117,13 @@ def operations(n: fx.Node) -> float:
     try:
         args, kwargs = fx.node.map_aggregate(n.args, value), fx.node.map_aggregate(n.kwargs, value)
         return float(flop_registry[n.target.overloadpacket](*args, **kwargs, out_val=n.meta["val"]))  # type: ignore[union-attr]
-    except Exception:  # of shapes that its formula does not know
+    except Exception:  # the formula does not handle these shapes
         return 0.0
 
 
 def base_of(n: fx.Node) -> fx.Node:
-    """The node whose memory a view lies in."""
-    while is_view(n) or (n.target is operator.getitem and is_view(n.args[0])):  # one of those that `split` returns
+    """The node that owns the memory of a view."""
+    while is_view(n) or (n.target is operator.getitem and is_view(n.args[0])):  # e.g. one result of `split`
         n = n.all_input_nodes[0]
     return n
 
@@ -134,7 +134,7 @@ def is_view(n: Any) -> bool:
 
 
 def saved_by(forward: fx.Graph, backward: fx.Graph, results: int, machine: Machine) -> tuple[list[Saved], float]:
-    """What could be sent, in the order of its making; and how long the forward takes."""
+    """The memory blocks that could be sent, in the order in which they are made, and the duration of the forward."""
     outputs = list(forward.output_node().args[0])  # type: ignore[arg-type]
     returned = {base_of(n) for n in outputs[:results] if isinstance(n, fx.Node)}
     now, made = 0.0, dict[fx.Node, float]()
@@ -161,15 +161,15 @@ def saved_by(forward: fx.Graph, backward: fx.Graph, results: int, machine: Machi
 
 
 def movable(n: fx.Node) -> bool:
-    """Whether it is memory of the device, of known size, without gaps. A scalar on the host would be a number, which is
-    read before the copy is over."""
+    """Whether the value is dense device memory of known size, large enough to copy. A scalar copied to the host would
+    be read there as a number, before the copy is complete."""
     t = n.meta.get("val")
     return (isinstance(t, torch.Tensor) and t.dim() > 0 and t.layout is torch.strided and t.device.type != "cpu"
             and size_of(t) >= LEAST and torch.ops.aten.is_non_overlapping_and_dense(t))
 
 
 def again(n: fx.Node, kept: set[fx.Node], machine: Machine) -> tuple[float, list[str]]:
-    """What it takes to compute a node from what is kept anyway, and the nodes on the way."""
+    """The cost of recomputing a node from values that are kept anyway, and the names of the recomputed nodes."""
     way, todo, cost = [n], [n], 0.0
     while todo:
         x = todo.pop()
@@ -189,7 +189,7 @@ def again(n: fx.Node, kept: set[fx.Node], machine: Machine) -> tuple[float, list
 
 
 def held_by(forward: fx.Graph) -> int:
-    """Bytes of its inputs, results and what it saves."""
+    """The bytes of a forward's inputs, results and saved tensors."""
     return sum(sizes_of(base_of(n) for n in (*forward.find_nodes(op="placeholder"),
                                              *forward.output_node().all_input_nodes)).values())
 
@@ -199,14 +199,14 @@ def sizes_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
 
 
 def peak_of(forward: fx.Graph, backward: fx.Graph) -> int:
-    """Bytes at once, if every operator's result lives until its last use; what goes in and comes out stays."""
+    """The peak memory in bytes, if every result lives until its last use, and the graph's inputs and results stay."""
     given = {n.name: size for n, size in sizes_of(forward.find_nodes(op="placeholder")).items()}
     saved = sizes_of(n for n in backward.find_nodes(op="placeholder") if n.name not in given)
     return sum(given.values()) + max(live(forward, set()), live(backward, saved.keys()))
 
 
 def live(graph: fx.Graph, inputs: Set[fx.Node]) -> int:
-    """The most at once, beside what stays; `inputs` go with their last use."""
+    """The peak bytes of a graph's own values, without what stays. `inputs` are freed after their last use."""
     last: dict[fx.Node, int] = {}
     nodes = list(graph.nodes)
     for k, n in enumerate(nodes):
@@ -235,7 +235,7 @@ def wanted_bytes(forward: fx.Graph, backward: fx.Graph, given: Offload) -> float
 
 
 def choose_again(forward: fx.Graph, backward: fx.Graph, results: int, given: Offload) -> list[str]:
-    """The nodes that are computed again: the cheapest, for what the link cannot take while something else runs."""
+    """The nodes to recompute: the cheapest per byte, for the part of the request that the link cannot copy for free."""
     found, end = saved_by(forward, backward, results, Machine(given.tuning, given.rate))
     free = beside(sorted(found, key=lambda s: (-s.again / s.bytes, s.made)), end, given)
     left = wanted_bytes(forward, backward, given) - sum(s.bytes for s in free)
@@ -251,7 +251,7 @@ def choose_again(forward: fx.Graph, backward: fx.Graph, results: int, given: Off
 
 def choose_sent(forward: fx.Graph, backward: fx.Graph, results: int, given: Offload, wanted: float
                 ) -> tuple[list[str], str]:
-    """The nodes whose memory is sent, and a note about it. What was made first goes first: it is needed last."""
+    """The nodes whose memory is sent, and a note for the report. Early values go first: they are needed last."""
     found, end = saved_by(forward, backward, results, Machine(given.tuning, given.rate))
     sent: list[Saved] = []
     free = beside(found, end, given)
@@ -266,7 +266,7 @@ def choose_sent(forward: fx.Graph, backward: fx.Graph, results: int, given: Offl
 
 
 def beside(found: Iterable[Saved], end: float, given: Offload) -> list[Saved]:
-    """Those of them, first come first served, whose copies keep nobody waiting."""
+    """The blocks, selected greedily in the given order, whose copies overlap fully with computation."""
     out: list[Saved] = []
     for s in found:
         if sent_in_time([*out, s], end, given) and fetched_in_time([*out, s], given.rate):
@@ -275,7 +275,7 @@ def beside(found: Iterable[Saved], end: float, given: Offload) -> list[Saved]:
 
 
 def sent_in_time(sent: Sequence[Saved], end: float, given: Offload) -> bool:
-    """Whether copies to the host, one after the other, are over when the forward is."""
+    """Whether copies to the host, one after another, complete before the forward ends."""
     if given.part:
         return sum(s.bytes for s in sent) / given.rate <= end
     busy = 0.0
@@ -285,7 +285,7 @@ def sent_in_time(sent: Sequence[Saved], end: float, given: Offload) -> bool:
 
 
 def fetched_in_time(sent: Sequence[Saved], rate: float) -> bool:
-    """Whether copies back, one after the other, are there before they are used."""
+    """Whether copies back, one after another, each complete before the tensor is used."""
     due = 0.0
     for s in sorted(sent, key=lambda s: s.used):
         due += s.bytes / rate
@@ -298,12 +298,12 @@ def mebi(n: float) -> str:
     return f"{n / (1 << 20):.0f} MiB"
 
 
-# ---- the graphs ------------------------------------------------------------------------------------------------
+# ---- rewriting the graphs --------------------------------------------------------------------------------------
 
 
 def keep_elsewhere(joint: fx.GraphModule, cut: Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]],
                    results: int, given: Offload) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward of a joint graph, with less memory of the device between them."""
+    """Partition a joint graph into forward and backward so that less device memory is held between them."""
     forward, backward = cut(copied(joint))
     held, wanted = held_by(forward.graph), wanted_bytes(forward.graph, backward.graph, given)
     notes = [f"of {mebi(peak_of(forward.graph, backward.graph))} at the peak, {mebi(wanted)} are to go"]
@@ -331,14 +331,15 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def send_saved(forward: fx.GraphModule, backward: fx.GraphModule, results: int, names: Iterable[str]) -> int:
-    """Saved tensors that lie in these nodes' memory are saved on the host; how many of them. Views are made anew."""
+    """Save on the host all saved tensors that lie in these nodes' memory; returns their number. Their views are
+    recreated in the backward."""
     wanted, count, gone = set(names), 0, set[int]()
     output = forward.graph.output_node()
     outs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     placeholders = {n.name: n for n in backward.graph.nodes if n.op == "placeholder"}
     here = backward.graph
     first = next(x for x in here.nodes if x.op != "placeholder")
-    there: dict[fx.Node, fx.Node] = {}  # bases of the forward in the backward
+    there: dict[fx.Node, fx.Node] = {}  # a block's node in the forward, and its fetched copy in the backward
     mode = detect_fake_mode([n.meta.get("val") for n in forward.graph.nodes]) or nullcontext()
     for k, n in list(enumerate(outs))[results:]:
         base = base_of(n) if isinstance(n, fx.Node) else None
@@ -373,7 +374,7 @@ def send_saved(forward: fx.GraphModule, backward: fx.GraphModule, results: int, 
 
 
 def replayable(n: fx.Node) -> bool:
-    """Whether the views between a saved tensor and its memory take nothing but that."""
+    """Whether each view between a saved tensor and its memory reads nothing else."""
     base = base_of(n)
     while n is not base:
         if len(n.all_input_nodes) != 1:
@@ -383,7 +384,7 @@ def replayable(n: fx.Node) -> bool:
 
 
 def viewed(graph: fx.Graph, n: fx.Node, base: fx.Node, made: fx.Node, before: fx.Node) -> fx.Node:
-    """A view of the forward, upon what its memory is in the backward."""
+    """Recreate in the backward a view from the forward, on top of the memory block `made`."""
     if n is base:
         return made
     source = viewed(graph, n.all_input_nodes[0], base, made, before)

@@ -1,4 +1,4 @@
-"""The option `offload`: bytes, a part, or "auto"."""
+"""Checks the value of the option `offload`: a size in bytes, a share of the peak, or "auto"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}  # powers of two
 
 
 def check_wish(wish: Any) -> None:
-    """OptionError, unless it is a number of bytes, a part, "auto" or None."""
+    """Raise OptionError unless the value is a size in bytes, a share, "auto" or None."""
     if wish is None or wish == "auto" or (isinstance(wish, float) and 0 < wish < 1):
         return
     if not isinstance(wish, str) or not bytes_of(wish):

@@ -1,9 +1,9 @@
 """Pads matrix products whose rows are not aligned for wide loads, such as a vocabulary of 50257 words.
 
-Libraries of GPUs take a product to their fastest kernels only if the contiguous dimension of each matrix is a multiple
-of some bytes. Where that pays, matrices are padded with zeros up to it: by the kernel that makes them, or else by a
-copy, of a parameter once for forward and backward together. The result is a view of the padded one, which is read and
-kept for the backward as it is; the caller of the graph is given the strides that eager has.
+GPU libraries use their fastest kernels only if the contiguous dimension of each matrix is a multiple of some number of
+bytes. Where it pays, matrices are padded with zeros to such a size: by the kernel that makes them, or else by a copy (a
+parameter is copied once for forward and backward together). The result becomes a view of the padded one; operators read
+it, and the backward saves it, in that layout. The caller of the graph gets the strides that eager has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Sizes = tuple[int, int, int]  # rows, depth and columns of a product
 
 
 def pad_products(graph: fx.Graph, tuning: Tuning | None) -> None:
-    """Rewrite the products of a graph that are faster so, copies included."""
+    """Pad each product of a graph that becomes faster with padding, the cost of copies included."""
     if tuning is None or not tuning.product_line:
         return
     made: dict[tuple[fx.Node, tuple[int, int]], fx.Node] = {}
@@ -36,25 +36,25 @@ def pad_products(graph: fx.Graph, tuning: Tuning | None) -> None:
         if product is not None and product.gain(tuning, made) > 0:
             product.rewrite(made)
     for (x, _), padded in made.items():
-        # Nobody needs it by itself, unless it is a result: others read the padded one.
+        # Other readers can use the padded value, so the unpadded one is only needed if it is a result.
         if padded.args[0] is x and is_ours(x) and not any(u.op == "output" for u in readers(x)):
             replace(x, narrowed(padded, x.meta["val"].shape), but=padded)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """An argument of a product, and what is missing to the sizes of the padded one."""
+    """A factor or summand of a product, and how far to pad it."""
 
     node: fx.Node
-    source: fx.Node  # the first node in whose memory it is, as it is or transposed
-    pads: tuple[int, int]  # of the last two dimensions in the order of memory, the contiguous one first
+    source: fx.Node  # the first node that has the same memory layout, possibly transposed
+    pads: tuple[int, int]  # for the last two dimensions in memory order, the contiguous one first
 
     @property
     def key(self) -> tuple[fx.Node, tuple[int, int]]:
         return self.source, self.pads
 
     def bytes_copied(self, made: Any) -> int:
-        """None where a kernel of ours makes it, which makes the padded one instead."""
+        """Bytes that padding has to copy; 0 if one of our kernels makes the matrix: it can write the padded one."""
         return 0 if not any(self.pads) or self.key in made or is_ours(self.source) else size_of(self.source)
 
     def padded(self, made: dict[Any, fx.Node], at: fx.Node) -> fx.Node:
@@ -65,7 +65,7 @@ class Matrix:
             pad = [0, self.pads[0], 0, self.pads[1]][:2 * min(x.meta["val"].dim(), 2)]
             with graph.inserting_before(at if x.op == "placeholder" else x.next):
                 made[self.key] = call(aten.constant_pad_nd.default, in_rows(x, x), pad)
-            if view_root(x).op == "placeholder":  # a parameter: its copy serves forward and backward
+            if view_root(x).op == "placeholder":  # a parameter: one copy for both forward and backward
                 made[self.key].meta["recompute"] = CheckpointPolicy.MUST_SAVE
         with graph.inserting_before(at):
             return in_rows(made[self.key], self.node)
@@ -73,7 +73,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class PaddedProduct:
-    """(c +) a @ b with rows, depth and columns that are larger by `more`."""
+    """(c +) a @ b with rows, depth and columns enlarged by `more`."""
 
     node: fx.Node
     sizes: Sizes
@@ -81,7 +81,7 @@ class PaddedProduct:
     arguments: tuple[Matrix, ...]
 
     def gain(self, tuning: Tuning, made: Any) -> float:
-        """Nanoseconds that it saves: those of the product, less those of copies that nobody would make otherwise."""
+        """Nanoseconds saved: the speed-up of the product, less the time of copies that would not be made otherwise."""
         enlarged = tuple(m + k for m, k in zip(self.sizes, self.more, strict=True))
         saved = self.nanoseconds(self.sizes, tuning.product_rate_else, tuning) - self.nanoseconds(
             enlarged, tuning.product_rate, tuning)  # type: ignore[arg-type]
@@ -91,11 +91,11 @@ class PaddedProduct:
         return saved - sum(tuning.launch + 2 * m / tuning.memory_rate for m in copied if m)
 
     def nanoseconds(self, sizes: Sizes, rate: int, tuning: Tuning) -> float:
-        """A product waits for what it computes, at this rate, or for what it moves."""
+        """The estimated time of a product, bound by compute at this rate or by memory traffic."""
         rows, depth, columns = sizes
         t = self.node.meta["val"]
         moved = (rows * depth + depth * columns + rows * columns) * t.itemsize
-        computed = rows * depth * columns * t.itemsize  # two operations for each product, counted in 16 bits
+        computed = rows * depth * columns * t.itemsize  # a multiply-add is two operations; rates are for 16 bits
         return prod(map(hint, t.shape[:-2])) * max(computed / rate, moved / tuning.memory_rate)
 
     def rewrite(self, made: dict[Any, fx.Node]) -> None:
@@ -107,16 +107,16 @@ class PaddedProduct:
         n.graph.erase_node(n)
 
 
-# ---- what is there ---------------------------------------------------------------------------------------
+# ---- which products to pad -------------------------------------------------------------------------------
 
 
 def product_of(n: fx.Node, tuning: Tuning) -> PaddedProduct | None:
-    """None where all lines are whole, where nobody knows before the run, or where lines do not matter."""
+    """The padded form of a product; None if rows are aligned or of symbolic size, or alignment is irrelevant."""
     place: int = facts(n.target).factors  # type: ignore[assignment]
     a, b = (x.meta["val"] for x in n.args[place:place + 2])  # type: ignore[union-attr]
     if not multiplies_fast(a.dtype) or {a.dtype, b.dtype} != {n.meta["val"].dtype}:
         return None
-    # Contiguous are the columns of the result, and of each factor the depth or what is its own.
+    # The contiguous dimension is the columns for the result. For a factor it is the depth or its own one.
     crossed = lies_transposed(a), lies_transposed(b)
     lines = crossed[0], not crossed[0] or crossed[1], True
     sizes = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -124,7 +124,7 @@ def product_of(n: fx.Node, tuning: Tuning) -> PaddedProduct | None:
     rows, depth, columns = more = tuple(
         -m % unit if line and isinstance(m, int) else 0 for m, line in zip(sizes, lines, strict=True))
     results = [u for u in readers(n) if u.op == "output"]
-    if not any(more) or len(results) > 1:  # views of one result, which share memory
+    if not any(more) or len(results) > 1:  # views of one padded tensor would share memory
         return None
     pads = [*[(rows, columns)] * place, (rows, depth), (depth, columns)]
     return PaddedProduct(n, tuple(map(hint, sizes)), more, tuple(  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def product_of(n: fx.Node, tuning: Tuning) -> PaddedProduct | None:
 
 
 def matrix(x: Any, more: tuple[int, int]) -> Matrix:
-    """`more`: rows and columns; none along what is broadcast."""
+    """A matrix to be padded by `more` (rows and columns); broadcast dimensions are not padded."""
     val = x.meta["val"]
     last, first = (0 if val.dim() < k or val.shape[-k] == 1 else m for k, m in ((1, more[1]), (2, more[0])))
     return Matrix(x, source_of(x), (first, last) if lies_transposed(val) else (last, first))
@@ -149,7 +149,7 @@ def source_of(x: fx.Node) -> fx.Node:
 
 
 def multiplies_fast(dtype: torch.dtype) -> bool:
-    """Whether tensor cores take it."""
+    """Whether tensor cores compute products of this dtype."""
     return dtype in (torch.float16, torch.bfloat16) or (
         dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32")
 
@@ -159,7 +159,7 @@ def lies_transposed(t: torch.Tensor) -> bool:
 
 
 def is_ours(n: fx.Node) -> bool:
-    """Whether a kernel of ours computes it."""
+    """Whether one of our kernels computes this value."""
     op = view_root(n).target
     return op in LOWERINGS and not facts(op).library
 
@@ -177,15 +177,15 @@ def views(n: fx.Node) -> Iterator[fx.Node]:
 
 
 def readers(n: fx.Node) -> list[fx.Node]:
-    """Whoever takes it, or a view of it."""
+    """All nodes that read this value or a view of it."""
     return [u for x in (n, *views(n)) for u in x.users if not is_view(u.target)]
 
 
-# ---- what becomes of it ----------------------------------------------------------------------------------
+# ---- rewriting the graph ---------------------------------------------------------------------------------
 
 
 def call(op: Any, *args: Any, **named: Any) -> fx.Node:
-    """A new node, where its graph inserts now."""
+    """Call an operator in a new node, at the graph's current insertion point."""
     first = next(x for x in args if isinstance(x, fx.Node))
     made = first.graph.call_function(op, args, named)
     values, options = fx.node.map_arg((args, named), lambda x: x.meta["val"])
@@ -195,12 +195,12 @@ def call(op: Any, *args: Any, **named: Any) -> fx.Node:
 
 
 def in_rows(n: fx.Node, like: fx.Node) -> fx.Node:
-    """The transpose, where the other lies so: of that itself, what lies in rows, and of rows, what lies like it."""
+    """Transpose `n` if `like` is stored transposed; this converts from such a layout to rows, and from rows to it."""
     return call(aten.transpose.int, n, -2, -1) if lies_transposed(like.meta["val"]) else n
 
 
 def narrowed(n: fx.Node, shape: Sequence[Any]) -> fx.Node:
-    """The beginning of it, of this shape."""
+    """Slice a value down to this shape, from the beginning of each dimension."""
     for dim, (have, want) in enumerate(zip(n.meta["val"].shape, shape, strict=True)):
         if isinstance(have, int) and have != want:
             with n.graph.inserting_after(n):
@@ -209,14 +209,14 @@ def narrowed(n: fx.Node, shape: Sequence[Any]) -> fx.Node:
 
 
 def replace(old: fx.Node, new: fx.Node, but: fx.Node | None = None) -> None:
-    """By the same values that lie elsewhere."""
+    """Replace a value by an equal one with another layout."""
     old.replace_all_uses_with(new, delete_user_cb=lambda u: u is not but)
     moved(new, old.meta["val"])
 
 
 def moved(n: fx.Node, was: torch.Tensor) -> None:
-    """Tell the views of what lay like `was`. Those that it cannot have, and the results of the graph, are views of a
-    copy that lies so."""
+    """Update the views of a value whose layout was that of `was`. Views that are impossible in the new layout, and
+    results of the graph, read a copy in the old layout."""
     copied = []
     for u in n.users if layout(n.meta["val"]) != layout(was) else ():
         before = u.meta.get("val")

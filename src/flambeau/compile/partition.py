@@ -1,6 +1,6 @@
 """Splits the joint graph into forward and backward: merges equal calls, then uses torch's minimal cut.
 
-Torch's cut would merge by itself, but for that it imports all of Inductor, which takes longer than most cuts.
+Torch's cut could merge equal calls itself, but would import all of Inductor, which takes longer than most cuts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .user_streams import save_streams
 def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, exact: bool = False,
               tuning: Tuning | None = None, offload: Offload | None = None, **kwargs: Any
               ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """`settle`: strides are eager's where torch's metadata has others; `exact`: so are bits; `tuning`: of a library
-    whose products may be padded; `offload`: how much less is to be kept on the device."""
+    """Partition a joint graph. `settle`: correct strides where torch's metadata differs from eager; `exact`: equal
+    eager's bits; `tuning`: of a library whose products may be padded; `offload`: how much less the device keeps."""
     if not exact:
         take_apart(joint.graph)
     skip_detached(joint.graph)
@@ -60,7 +60,7 @@ def partition(joint: fx.GraphModule, *args: Any, settle: bool = False, exact: bo
 
 
 def skip_detached(graph: fx.Graph) -> None:
-    """No gradient is asked for any more; and the cut would keep what is detached, though it can be computed again."""
+    """Remove `detach`: gradients are traced already, and the cut would save detached values instead of recomputing."""
     *_, output = graph.nodes
     for n in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         if output not in n.users:
@@ -69,12 +69,12 @@ def skip_detached(graph: fx.Graph) -> None:
 
 
 def fused() -> tuple[list[OpOverload], list[OpOverload]]:
-    """Operators whose kernels take in the maps before them, and those that are maps."""
+    """Two lists for torch's cut: operators whose kernels fuse the maps before them, and the maps themselves."""
     return [op for op in LOWERINGS if facts(op).fuses], [op for op in LOWERINGS if facts(op).is_map]
 
 
 def take_apart(graph: fx.Graph) -> None:
-    """Operators whose results, kept for a gradient, would be larger than what they can be made of (`Facts.apart`)."""
+    """Decompose operators whose result, if saved for a gradient, is larger than what it is made of (`Facts.apart`)."""
     for n in list(graph.nodes):
         rule = facts(n.target).apart if n.op == "call_function" else None
         if rule is not None and n.meta["val"].dim() and all(m != 0 for m in n.meta["val"].shape):
@@ -88,7 +88,7 @@ def take_apart(graph: fx.Graph) -> None:
 
 
 def keep_less(graph: fx.Graph) -> None:
-    """Gradients that can be computed from fewer tensors, or from such as are kept anyway (`Facts.keeps_less`)."""
+    """Rewrite gradients so that they read fewer tensors, or tensors that are saved anyway (`Facts.keeps_less`)."""
 
     def find(op: Any, *args: Any) -> fx.Node | None:
         return next((n for n in graph.find_nodes(op="call_function", target=op) if n.args == args), None)
@@ -99,7 +99,7 @@ def keep_less(graph: fx.Graph) -> None:
 
 
 def keep_compared(graph: fx.Graph) -> None:
-    """A maximum's gradient goes to the values that equal it: computed once more, they might not."""
+    """Save values that a gradient compares for equality (such as a maximum's): recomputed ones might differ in bits."""
     for n in graph.nodes:
         if facts(n.target).asks_equality:
             for x in n.all_input_nodes:
@@ -110,7 +110,7 @@ def keep_compared(graph: fx.Graph) -> None:
 
 
 def copy_again(graph: fx.Graph) -> None:
-    """An argument in another order is copied once more for the gradient: kept, it would be there a second time."""
+    """Recompute an argument's copy in another memory order for the gradient: saving it would store the data twice."""
     for n in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         x = n.args[0]
         if isinstance(x, fx.Node) and x.op == "placeholder" and "memory_format" in n.kwargs and not must_save(n):
@@ -118,8 +118,8 @@ def copy_again(graph: fx.Graph) -> None:
 
 
 def compute_again(graph: fx.Graph) -> None:
-    """An argument that a kernel of the backward computes by itself (`Facts.computes`) is not kept, if maps make it of
-    smaller tensors: so a mask of rows and columns is no memory."""
+    """Do not save an argument that a backward kernel computes itself (`Facts.computes`), if maps make it from smaller
+    tensors. A mask made of rows and columns then takes no memory."""
     for n in graph.nodes:
         place = facts(n.target).computes if n.op == "call_function" else None
         given = None if place is None else n.args[place]
@@ -142,7 +142,7 @@ def compute_again(graph: fx.Graph) -> None:
 
 
 def is_map(n: fx.Node) -> bool:
-    """Whether each element of its result is made of one of each argument, or of none; and it may be made again."""
+    """Whether each result element depends on one element of each argument (or none), and recomputing is allowed."""
     op = n.target
     if not isinstance(op, OpOverload) or must_save(n) or facts(op).random or op._schema.is_mutable:
         return False
@@ -155,7 +155,7 @@ def must_save(n: fx.Node) -> bool:
 
 def merge_equal(graph: fx.Graph) -> None:
     *_, output = graph.nodes
-    # What is returned stays apart: two results of eager share no memory.
+    # Returned values are not merged, because two results of eager share no memory.
     returned = {s for n in output.all_input_nodes for s in storages(n)}
     seen: dict[Any, fx.Node] = {}
     for n in graph.nodes:
@@ -163,14 +163,14 @@ def merge_equal(graph: fx.Graph) -> None:
             continue
         if isinstance(n.target, OpOverload):
             if n.target._schema.is_mutable:
-                return  # what follows may read other contents
+                return  # later calls may read other contents
             if facts(n.target).random or facts(n.target).shaped_by_data:
-                continue  # two such calls are not one, though they look alike: each names a size of its own
+                continue  # equal-looking calls differ: each has its own random numbers, or its own size
         elif getattr(n.target, "__module__", None) not in (operator.__name__, "_operator"):
             continue
         if not returned.isdisjoint(storages(n)):
             continue
-        # What is on two streams is computed on both: neither waits for the other.
+        # Equal calls on two streams are computed on both, so that neither stream waits for the other.
         first = seen.setdefault((n.target, frozen(n.args), frozen(n.kwargs), (mark_of(n) or (0, 0))[1]), n)
         if first is not n:
             n.replace_all_uses_with(first)
@@ -178,7 +178,7 @@ def merge_equal(graph: fx.Graph) -> None:
 
 
 def mark_donated(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Tensors that the forward makes for its backward alone, and that share no memory with anything else it returns."""
+    """Mark tensors that the forward makes only for its backward, and that share no memory with its other results."""
     *_, output = forward.nodes
     makers = [(n.name, maker_of(n)) for n in output.args[0] if isinstance(n, fx.Node)]
     returned = Counter(maker for _, maker in makers)
@@ -188,8 +188,8 @@ def mark_donated(forward: fx.Graph, backward: fx.Graph) -> None:
 
 
 def maker_of(n: fx.Node) -> fx.Node | None:
-    """The call that made the memory of n; None if it is an input's, or nobody knows. Results of one call count as one:
-    they might share some."""
+    """The call that allocated the memory of n; None if it is an input's or unknown. All results of one call count as
+    one, since they might share memory."""
     while n.op == "call_function":
         op = n.target
         if isinstance(op, OpOverload) and not facts(op).view and all(
@@ -208,7 +208,7 @@ def storages(n: fx.Node) -> Iterator[int]:
 
 
 def frozen(x: Any) -> Any:
-    """Arguments as something that hashes, in which 1, 1.0 and True differ."""
+    """Arguments in a hashable form, in which 1, 1.0 and True differ."""
     if isinstance(x, fx.Node):
         return x
     if isinstance(x, (list, tuple)):

@@ -1,8 +1,8 @@
 """Inlines subgraphs that Dynamo calls several times.
 
-Under a mark of the user (`torch.compiler.nested_compile_region`, or `flambeau.mark_layers`) Dynamo traces a layer once
-and then calls its subgraph. Written out, the graph is what Dynamo would have made of the unmarked model, and the search
-for repeated regions may cut it at a better place than between two layers.
+If the user marks layers (`torch.compiler.nested_compile_region`, or `flambeau.mark_layers`), Dynamo traces a layer once
+and then calls its subgraph. Inlining gives the graph that Dynamo would have made of the unmarked model, so the search
+for repeated regions is free to cut at a better place than between two layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def calls_subgraphs(gm: fx.GraphModule) -> bool:
 
 
 def written_out(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph without calls of subgraphs. Instances share fake tensors, and each has a number of its own."""
+    """Inline all subgraph calls. The instances of a subgraph share fake tensors, and each gets its own number."""
     graph, root = fx.Graph(), torch.nn.Module()
     _Copy(graph, root).copy(gm, {}, (), "")
     return fx.GraphModule(root, graph)
@@ -35,8 +35,8 @@ class _Copy:
         self.instances = 0
 
     def copy(self, gm: fx.GraphModule, made: dict[fx.Node, Any], instance: tuple[int, ...], prefix: str) -> Any:
-        """All nodes of a graph behind those that are there; returns its results. `made` has its arguments."""
-        # Memory of the arguments has another name inside the subgraph.
+        """Append all nodes of a graph; returns its results. `made` maps the graph's placeholders to their arguments."""
+        # The arguments' fake tensors, and so their storages, differ inside the subgraph.
         outside = {s: memory(made[n]) for n in gm.graph.nodes if n in made and isinstance(made[n], fx.Node)
                    and (s := storage(value(n))) is not None}
         for n in gm.graph.nodes:
@@ -49,7 +49,7 @@ class _Copy:
                     self.graph.output(fx.node.map_arg(n.args[0], made.__getitem__))
                 return fx.node.map_arg(n.args[0], made.__getitem__)
             elif n.target is operator.getitem and isinstance(several := made.get(n.args[0]), (tuple, list)):
-                made[n] = several[n.args[1]]  # of what a subgraph returned
+                made[n] = several[n.args[1]]  # one result of a subgraph call
             elif n.op != "get_attr" or any(u.target is not INVOKE for u in n.users):
                 made[n] = self.one(gm, n, made, instance, outside, prefix)
         raise AssertionError("a graph without an output")

@@ -1,13 +1,13 @@
-"""What a function does with streams, taken out of its graph before AOTAutograd sees it.
+"""Takes a function's use of streams out of its graph before AOTAutograd sees it.
 
-AOTAutograd moves what orders streams, adds waits of its own and forgets others, in each release in another way. So the
-graph that it gets has none: nodes are marked with the stream that they were traced on and with their turn, which counts
-how often something ordered streams before them. Both marks come back on what AOTAutograd makes of a node, and on the
-nodes of its gradient. What orders streams stands beside the graph, turn by turn, and returns when the graph is lowered
-(capture/stream_turns.py).
+AOTAutograd moves the operations that order streams, adds waits of its own and drops others, and each release does so
+differently. So it is given a graph without them: each node is marked with the stream that it was traced on and with its
+turn, the number of ordering operations before it. AOTAutograd copies both marks to the nodes that it makes from a node,
+and to those of its gradient. The ordering operations are kept beside the graph, by turn, and are put back when the
+graph is lowered (capture/stream_turns.py).
 
-A function of which this does not hold (streams inside of a loop, say) still runs right: all of it on the caller's
-stream, which waits for the others before, and they for it afterwards. One warning says why.
+A function for which this is impossible (streams inside of a loop, say) still runs correctly: all of it on the caller's
+stream, which first waits for the other streams; afterwards they wait for it. One warning gives the reason.
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ OUTSIDE = "call it outside of the compiled function, or put torch._dynamo.graph_
 
 @dataclass
 class StreamUse:
-    """What a function does with streams and events, known by their places among the objects of a call."""
+    """A function's operations on streams and events, which are identified by their index in a call's objects."""
 
-    orders: list[list[Order]] = field(default_factory=lambda: [[]])  # before the nodes of each turn
+    orders: list[list[Order]] = field(default_factory=lambda: [[]])  # the operations before the nodes of each turn
     streams: set[int] = field(default_factory=set)
-    keeps: list[tuple[fx.Node, int]] = field(default_factory=list)  # record_stream
-    refusal: str = ""  # why not all of it can be followed
+    keeps: list[tuple[fx.Node, int]] = field(default_factory=list)  # calls of record_stream: tensor and stream
+    refusal: str = ""  # the reason if some use cannot be preserved
 
     def all_orders(self) -> list[Order]:
         return [o for some in self.orders for o in some]
 
 
 def take_streams(gm: fx.GraphModule) -> StreamUse | None:
-    """The graph is left without them. None if there are none; UnsupportedError for what would not be done at all."""
+    """Remove stream operations from the graph and return them; None if there are none. Raises UnsupportedError for uses
+    that cannot run at all."""
     if not has_streams(gm):
         return None
     if not config.patches:
@@ -106,7 +107,7 @@ class Taking:
             self.erased.append((gm.graph, n))
 
     def pass_in(self, gm: fx.GraphModule, n: fx.Node, objects: set[fx.Node]) -> None:
-        """Up to 2.12, a body that is called is given streams as arguments."""
+        """Pass streams into a called body: up to torch 2.12 they are its arguments."""
         bodies, written_out = bodies_called(gm, n)
         if len(bodies) == 1 and written_out and isinstance(n.args[0], fx.Node):
             for inside, a in zip(bodies[0].graph.find_nodes(op="placeholder"), n.args[1:], strict=True):
@@ -137,7 +138,7 @@ class Taking:
                 if not written_out:
                     self.use.refusal = f"streams inside of {n.target}"
                 self.graph(body)
-            else:  # what it calls is on the stream that it is called on
+            else:  # the body runs on the stream that it is called on
                 for m in body.graph.nodes:
                     self.mark(m, self.read.stream_of(n))
         if n.op not in ("placeholder", "get_attr", "output"):
@@ -152,7 +153,7 @@ class Taking:
 
 
 def streams_of(order: Order) -> list[int]:
-    """The streams that an order names."""
+    """The streams that an ordering operation names."""
     name, *args = order
     return {"wait_stream": args, "record_event": args[1:], "wait_event": args[1:],
             "synchronize_stream": args}.get(name, [])
@@ -163,7 +164,7 @@ def streams_of(order: Order) -> list[int]:
 
 def compiled_with_streams(compile_graph: Callable[[], Callable[..., Any]], gm: fx.GraphModule, use: StreamUse
                           ) -> Callable[..., Any]:
-    """`compile_graph` compiles gm, whose streams were taken out of it."""
+    """Compile gm, whose stream operations were removed, with `compile_graph`, so that streams are handled."""
     keeps = list(kept_tensors(gm, use))
     if not use.refusal:
         try:
@@ -184,8 +185,8 @@ def compiled_with_streams(compile_graph: Callable[[], Callable[..., Any]], gm: f
 
 
 def kept_tensors(gm: fx.GraphModule, use: StreamUse) -> list[tuple[bool, int, int]]:
-    """Which arguments (or results) the allocator is to be told about, and the streams that use them. Who else uses the
-    memory of what is made inside, the scheduler knows."""
+    """The arguments (or results) that `record_stream` is called on at run time, and the streams that use them. For
+    memory allocated inside the graph, the scheduler knows which streams use it."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     output = gm.graph.output_node().args[0]
     assert isinstance(output, (tuple, list))
@@ -217,7 +218,7 @@ def telling(run: Callable[..., Any], keeps: Sequence[tuple[bool, int, int]]) -> 
 
 
 def fenced(run: Callable[..., Any], use: StreamUse) -> Callable[..., Any]:
-    """All on the caller's stream: behind what the others have to do by now, and before what they get later."""
+    """Run everything on the caller's stream: after the other streams' work so far, and before their later work."""
     orders = use.all_orders()
     waited, happens = ({o[1] for o in orders if o[0] in names and o[1] >= 0}
                        for names in (("wait_event", "synchronize_event"), ("record_event",)))
@@ -238,7 +239,7 @@ def fenced(run: Callable[..., Any], use: StreamUse) -> Callable[..., Any]:
 
 
 def refuse_writes_behind() -> None:
-    """What AOTAutograd writes to inputs behind a graph is on the caller's stream, wherever the function did it."""
+    """Raise UnsupportedError if AOTAutograd writes to inputs after the graph, which it does on the caller's stream."""
     context = TracingContext.try_get()
     made = context.fw_metadata if context is not None else None
     if made is None or made.mutated_inp_runtime_indices:
@@ -246,8 +247,8 @@ def refuse_writes_behind() -> None:
 
 
 def save_streams(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
-    """Streams that a backward needs are those of its own forward's call: their numbers are saved beside its tensors.
-    `results`: how many results the forward has, before what it saves."""
+    """Save the numbers of the streams that a backward needs beside its tensors, since they are those of its forward's
+    call. `results`: how many results the forward has before its saved values."""
     places = places_of(backward.graph)
     if not places:
         return

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -117,6 +118,7 @@ def clock_of(device: torch.device) -> Callable[[], Any]:
     return now
 
 
+@cache  # so that all reports of a process have one limit
 def copy_speed(device: torch.device) -> float | None:
     """Bytes per second that a copy on the device reads and writes: the limit for kernels that only move memory. None
     if there is not enough memory to measure it."""

@@ -1,7 +1,8 @@
 """Run a whole script in a session, as `python script.py args` would; with a folder, also trace some of its steps.
 
-The trace covers three steps. It begins when the first program is called again after all programs have run twice, and
-ends with the fourth call after that. If a script has no such steps, the report uses the clocks of the session.
+The trace covers three steps. A step begins with the first forward that is called after the last compilation. The trace
+begins when this program is called again and has run twice, and ends with the third call after that. If a script has no
+such steps, the report uses the clocks of the session.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from torch.profiler import profile
 
 from flambeau.config import config
 from flambeau.errors import OptionError
+from flambeau.report.program import is_backward
 from flambeau.runtime.watchers import Part
 
 from .profile import Profile, Ranges, read
 from .session import Session
-from .trace import TRACE, activities, made_folder, settle, write_report
+from .trace import TRACE, activities, add_plans, made_folder, settle, write_report
 
 STEPS = 3
 
@@ -33,7 +35,8 @@ class Window:
     def __init__(self, session: Session, ranges: Ranges) -> None:
         self.session, self.ranges = session, ranges
         ranges.on = False
-        self.first: Any = None  # the plan of the program that ran first
+        self.first: Any = None  # the plan of the program with which a step begins
+        self.known = 0  # graphs that had been compiled when it was chosen
         self.profiler: profile | None = None
         self.left, self.wall, self.start = STEPS, 0.0, 0.0
 
@@ -42,13 +45,19 @@ class Window:
             return call
 
         def run(args: list[Any]) -> Any:
-            if self.first is None:
-                self.first = part.plan
-            if self.first is part.plan and not self.wall:
+            if self.profiler is None and self.known < len(self.session.graphs):
+                self.first = None
+            if self.first is None and not self.backward(part):
+                self.first, self.known = part.plan, len(self.session.graphs)
+            elif self.first is part.plan and not self.wall:
                 self.turn()
             return call(args)
 
         return run
+
+    def backward(self, part: Part) -> bool:
+        made = next((g for g in self.session.graphs if g.package is part.plan), None)
+        return made is not None and is_backward(made.gm)
 
     def turn(self) -> None:
         """Called when a step begins."""
@@ -56,16 +65,12 @@ class Window:
             self.left -= 1
             if not self.left:
                 self.stop()
-        elif self.steady():
+        elif self.session.clocks.programs[id(self.first)].calls >= 2:
             self.profiler = profile(activities=activities(), profile_memory=True)
             settle()
             self.profiler.start()
             self.ranges.on = True
             self.start = time.perf_counter()
-
-    def steady(self) -> bool:
-        ran = self.session.clocks.programs
-        return all(id(g.package) in ran and ran[id(g.package)].calls >= 2 for g in self.session.graphs)
 
     def stop(self) -> None:
         if self.profiler is not None and not self.wall:
@@ -88,9 +93,11 @@ def run_script(script: Path, arguments: Sequence[str], folder: Path | None = Non
     if out is not None:
         window.stop()
         found = Profile(session.clocks.read())
+        (out / TRACE).unlink(missing_ok=True)  # of an earlier run
         if window.profiler is not None:
             window.profiler.export_chrome_trace(str(out / TRACE))
             found = read(out / TRACE, ranges, window.wall)
+            add_plans(out, session)
         write_report(out, session, found)
     return session, status
 

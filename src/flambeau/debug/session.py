@@ -19,6 +19,7 @@ from flambeau.compile.regions import cut
 from flambeau.compile.regions.cut import Pieces
 from flambeau.pipeline import Compiled
 from flambeau.runtime.watchers import BOUND, WATCHERS, Watcher, bind_anew
+from flambeau.targets.cache import counts
 from flambeau.torch_compat.compilations import Break, Compilation, breaks, compilations, keep_compilations
 from flambeau.torch_compat.dynamo import compilation_time_metrics
 
@@ -33,6 +34,7 @@ class Before:
     breaks: int = field(default_factory=lambda: len(breaks()))
     seconds: Mapping[str, int] = field(default_factory=lambda: {k: len(v) for k, v in compilation_time_metrics.items()})
     cache: Counter[str] = field(default_factory=lambda: disk_cache.stats.copy())
+    kernels: Counter[str] = field(default_factory=lambda: Counter(counts))
 
 
 class Session:
@@ -80,6 +82,10 @@ class Session:
     def cache(self) -> Counter[str]:
         """Counts of the graph cache on disk: hit, miss, stored, refused."""
         return disk_cache.stats - self.before.cache
+
+    def kernels(self) -> Counter[str]:
+        """Counts of the kernel cache on disk: read, written."""
+        return Counter(counts) - self.before.kernels
 
     def externs(self) -> Counter[str]:
         """Operators without a lowering, for which graphs call ATen."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,8 @@ def made_folder(folder: str | Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"cannot write a report to {folder}: {error.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise OptionError(f"cannot write a report to {folder}: Permission denied")
     return out
 
 

@@ -1,10 +1,10 @@
-"""Makes the name of the device known when torch is imported.
+"""Registers the device's name when torch is imported.
 
-PyTorch calls `autoload` while it is imported (entry point group `torch.backends`), so nothing happens here but that the
-name becomes known. The first tensor on the device starts it (`torch.flambeau._lazy_init`), or says why there is none.
+PyTorch calls `autoload` during its import (entry point group `torch.backends`), so only the name is registered here.
+The first tensor on the device starts it (`torch.flambeau._lazy_init`), or raises the reason why there is none.
 
-PyTorch takes one device from outside, and that one is then its accelerator. Where there is another, the device keeps
-out of the way until `flambeau.enable_device()`. TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns all of this off.
+PyTorch supports one external device, which becomes its accelerator. If there is another accelerator, the device is not
+registered until `flambeau.enable_device()`. TORCH_DEVICE_BACKEND_AUTOLOAD=0 disables all of this.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ GROUP = "torch.backends"
 
 
 def autoload() -> None:
-    """Announce the device, unless somebody else is or wants to be the one from outside, or PyTorch has one itself.
+    """Register the device, unless PyTorch has an accelerator of its own, or another package brings an external device.
 
-    An installation that is found twice calls this twice."""
+    Called twice if the installation is found twice."""
     if backend_name() == NAME:
         return
     if taken() is None and not _others() and not _own_accelerator():
@@ -50,7 +50,7 @@ def announce() -> None:
 
 
 def taken() -> str | None:
-    """The device from outside that is there already, if it is not ours."""
+    """The name of another external device that is registered already; None if there is none."""
     name = backend_name()
     return None if name in ("privateuseone", NAME) else name
 
@@ -62,33 +62,33 @@ def _process_group(*args: Any) -> Any:
 
 
 def _before_loading(storage: Any, location: str) -> None:
-    """PyTorch loads what lies on the device; it asks before whether that is available, and does not start it."""
+    """Start the device before a storage is loaded onto it: PyTorch only checks whether the device is available."""
     if location.partition(":")[0] == NAME:
         torch_module.init()
 
 
 def _others() -> bool:
-    """Whether packages besides this one bring a device: theirs may be loaded after ours, and must find its place."""
+    """Whether other installed packages provide a device: they may be loaded later, and must find the place free."""
     return any(entry.name != NAME for entry in entry_points(group=GROUP))
 
 
 def _own_accelerator() -> bool:
-    """Whether PyTorch has devices itself. Builds for CUDA run on machines without one; counting starts no driver."""
+    """Whether PyTorch itself has devices. CUDA builds also run on machines without one; counting starts no driver."""
     found = accelerator()
     return found is not None and torch.get_device_module(found).device_count() > 0
 
 
-# ---- before the start ------------------------------------------------------------------------------------
+# ---- patches until the device starts ---------------------------------------------------------------------
 
 
 def started() -> None:
-    """From here on PyTorch gets its answers from the device itself."""
+    """Undo the patches, because PyTorch can ask the device itself from now on."""
     if BEFORE_START.is_applied:
         BEFORE_START.undo()
 
 
-# What programs call that do not mean this device: loaders pin memory where an accelerator is available, and every
-# barrier asks which one that is. PyTorch looks into the device for it, which is not there yet, instead of starting it.
+# Functions that programs call without meaning this device: data loaders pin memory if an accelerator is available, and
+# every barrier asks which one that is. Instead of starting the device, PyTorch looks into it before it exists.
 
 
 def _pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return self.pin_memory(*args, **kwargs)
 
 
-_device = torch.device  # Dynamo does not compile frames that do not speak of torch
+_device = torch.device  # Dynamo does not compile frames that do not refer to torch
 
 
 def _get_accelerator() -> torch.device:

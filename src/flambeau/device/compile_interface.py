@@ -1,4 +1,4 @@
-"""What torch.compile asks of a device: an interface for Dynamo, and the missing code generator of Inductor."""
+"""The device's side of torch.compile: a device interface for Dynamo, and an error in place of an Inductor backend."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flambeau.torch_compat.dynamo import DeviceInterface, register_interface_for
 from . import torch_module
 from .torch_module import NAME
 
-# What Inductor looks for in the module of a device from outside.
+# Names that Inductor looks up in the module of an external device.
 GENERATORS = ("Scheduling", "PythonWrapperCodegen", "CppWrapperCodegen", "WrapperFxCodegen")
 
 
 class Interface(DeviceInterface):
-    """`torch.flambeau`, by the names that Dynamo has for it."""
+    """`torch.flambeau` under the names that Dynamo uses."""
 
     device = torch_module.device
     Event = torch.Event
@@ -68,7 +68,7 @@ def register() -> None:
 
 
 class _NoGenerator:
-    """In the place of Inductor's code generators: whatever it wants of them, there are none."""
+    """A stand-in for Inductor's code generators that raises an error on any use."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UnsupportedError(f"Inductor, the default backend of torch.compile, makes no code for the device {NAME!r}",
@@ -79,8 +79,8 @@ class _NoGenerator:
 
 
 def generator() -> Any:
-    """Inductor is at work, if only for the CPU. Its table of what devices are called has to have ours, or it would end
-    there and not at the generator."""
+    """The stand-in for a code generator. Inductor may be running just for the CPU. Its table of device names needs an
+    entry for ours, since it would otherwise fail there, before it gets to the generator."""
     from flambeau.torch_compat.inductor import name_device
 
     name_device(NAME)

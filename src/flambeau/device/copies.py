@@ -1,7 +1,7 @@
 """Copies to, from and within the device, for all layouts and dtypes, conjugated and negated views included.
 
-Elements travel as they lie: the bytes from a tensor's first to its last element are one copy between host and device.
-What needs more (another dtype, other strides) is done to them on the host.
+Elements are transferred in their memory layout: the bytes from a tensor's first to its last element are one copy
+between host and device. Conversions to another dtype or other strides are done on the host.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .core import Core, Driver
 from .sparse import is_sparse, joined, parts
 
 _INDICES = (torch.int64, torch.int32)
-_FEW = 1024  # whose extremes are found while the copy is on its way
+_FEW = 1024  # elements: up to this many indices, minimum and maximum are found while the copy runs
 
 
 def span(t: Tensor) -> int:
-    """Bytes from the first element to the last."""
+    """The number of bytes from the first element to the end of the last."""
     return reach(t.shape, t.stride()) * t.element_size()
 
 
 def host_memory(nbytes: int, dtype: torch.dtype, shape: Any, strides: Any, offset: int = 0,
                 storage: torch.UntypedStorage | None = None) -> Tensor:
-    """A CPU tensor of any geometry, on a storage of its own that may grow."""
+    """A CPU tensor with any shape, strides and offset, by default on a resizable storage of its own."""
     memory = torch.UntypedStorage(nbytes, device="cpu") if storage is None else storage
     return torch.empty(0, dtype=dtype, device="cpu").set_(memory, offset, shape, strides)
 
 
 def as_marked(physical: Tensor, t: Tensor) -> Tensor:
-    """The values that memory of t's stands for, if t is a conjugated or negated view of its memory."""
+    """Apply the conjugate and negative bits of `t` to a tensor that holds its memory's raw values."""
     if t.is_conj():
         physical = conj(physical)
     return neg_view(physical) if t.is_neg() else physical
@@ -49,7 +49,7 @@ def same_geometry(a: Tensor, b: Tensor) -> bool:
 
 
 def refuse_overlap(source: Tensor, target: Tensor) -> None:
-    """Eager's error if elements of the one are others of the other: the same views are copied on the host."""
+    """Raise eager's error if source and target overlap partially, by copying between equal views on the host."""
     a, b = source.data_ptr(), target.data_ptr()
     low, high = min(a, b), max(a + span(source), b + span(target))
     if high - low >= span(source) + span(target) or source.dtype != target.dtype or (a - b) % source.element_size():
@@ -61,25 +61,25 @@ def refuse_overlap(source: Tensor, target: Tensor) -> None:
 
 
 class Copies:
-    """The copies of one device type, each on the current stream of the device that it touches."""
+    """The copies of one device type. Each runs on the current stream of the device involved."""
 
     def __init__(self, kind: str, driver: Driver, core: Core) -> None:
         self.kind = kind
         self.driver = driver
         self.core = core
         self._lock = threading.Lock()
-        self._kept: deque[tuple[Any, Tensor]] = deque()  # memory of the host that copies under way use
+        self._kept: deque[tuple[Any, Tensor]] = deque()  # host memory in use by copies that are still running
 
     # ---- bytes -----------------------------------------------------------------------------------------
 
     def read(self, device: int, address: int, host: Tensor, wait: bool = True) -> None:
-        """Into the span of a CPU tensor."""
+        """Copy device memory into the span of a CPU tensor."""
         if nbytes := span(host):
             done = self.driver.read(device, self.core.stream(device), address, host.data_ptr(), nbytes, wait)
             self._keep(done, host, wait)
 
     def write(self, device: int, address: int, host: Tensor, wait: bool = True) -> None:
-        """From the span of a CPU tensor."""
+        """Copy the span of a CPU tensor into device memory."""
         if nbytes := span(host):
             done = self.driver.write(device, self.core.stream(device), address, host.data_ptr(), nbytes, wait)
             self._keep(done, host, wait)
@@ -95,16 +95,16 @@ class Copies:
     # ---- tensors ---------------------------------------------------------------------------------------
 
     def to_host(self, t: Tensor) -> Tensor:
-        """A CPU tensor of the same geometry, whose memory is that of t."""
+        """A CPU tensor of the same geometry, with a copy of t's memory."""
         host = host_memory(span(t), t.dtype, t.shape, t.stride())
         self.read(t.device.index, t.data_ptr(), host)
         return host
 
     def upload(self, host: Tensor, device: torch.device) -> Tensor:
-        """A new tensor on the device, in the same order of memory if that has no gaps."""
+        """Copy a tensor to the device, in the same memory order if it has no gaps."""
         if is_sparse(host):
             return joined(host, [self.upload(part, device) for part in parts(host)])
-        if host._is_zerotensor():  # zeros that have no memory
+        if host._is_zerotensor():  # zeros without memory
             host = torch.zeros(host.shape, dtype=host.dtype, device="cpu")
         if host.is_conj() or host.is_neg() or not dense(host):
             host = host.resolve_conj().resolve_neg().contiguous()
@@ -113,7 +113,7 @@ class Copies:
         return made
 
     def copy_from(self, source: Tensor | complex, target: Tensor, non_blocking: bool = False) -> Tensor:
-        if not isinstance(source, Tensor):  # PyTorch hands a tensor that it made of a number on as the number
+        if not isinstance(source, Tensor):  # PyTorch unwraps a tensor that it made from a number
             return target.fill_(source)
         source_here, target_here = source.device.type == self.kind, target.device.type == self.kind
         if target.numel() == 0:
@@ -141,7 +141,7 @@ class Copies:
             a, b, nbytes = source.data_ptr(), target.data_ptr(), span(source)
             if a == b:
                 return
-            if abs(a - b) >= nbytes:  # OpenCL does not copy what overlaps
+            if abs(a - b) >= nbytes:  # OpenCL does not allow overlapping copies
                 self.driver.copy(source.device.index, self.core.stream(source.device.index), b, a, nbytes)
                 return
         refuse_overlap(source, target)
@@ -150,13 +150,13 @@ class Copies:
     def _from_host(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
         staged = source
         if not (source.is_cpu and same_geometry(source, target) and dense(source)):
-            # The elements between those of a target with gaps are written back as they were.
+            # For a target with gaps, the memory between its elements is written back unchanged.
             staged = host_memory(span(target), target.dtype, target.shape, target.stride()) if dense(target) \
                 else self.to_host(target)
             as_marked(staged, target).copy_(source)
         free = non_blocking and (staged is not source or source.is_pinned())
         self.write(target.device.index, target.data_ptr(), staged, wait=not free)
-        # Pinned memory may be what an earlier copy is still on its way to.
+        # Pinned memory may still be the target of an earlier copy, so its values are not final.
         if target.dtype in _INDICES and target.numel() <= _FEW and not (free and staged is source):
             least, most = staged.aminmax()
             self.core.know(target._cdata, int(least), int(most))

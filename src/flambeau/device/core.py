@@ -1,4 +1,4 @@
-"""The native core of the device (device_core.cpp), and its driver as C functions.
+"""The native core of the device (device_core.cpp), and the driver passed to it as C functions.
 
     core = load_core()
     core.start(driver)      # from here on PyTorch's allocator, guard and hooks of the device are the core's
@@ -24,8 +24,8 @@ _FINE, _FAILED, _FULL, _INDEX = range(4)
 
 _int, _long, _word = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _answer = ctypes.POINTER(ctypes.c_int)
-# The functions of `struct Driver`, in its order, with the C types of what they take; all return a status. What a
-# driver's function answers goes where pointers point to.
+# The functions of `struct Driver`, in order, with the C types of their parameters; all return a status. The results of
+# the driver's Python functions are stored through the pointer parameters.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "alloc": (_int, _word, _word),
     "free": (_int, _word),
@@ -48,19 +48,19 @@ class _Table(ctypes.Structure):
 
 
 class Driver(Protocol):
-    """What a kind of device does for the core. Stream -1 is all of a device's streams, or the host."""
+    """The functions that a kind of device provides to the core. Stream -1 is all streams of a device, or the host."""
 
     devices: int
-    accelerates: bool  # whether one of them is something else than the CPU of this machine
+    accelerates: bool  # whether any of them is not this machine's CPU
 
     def alloc(self, device: int, address: int, nbytes: int) -> None:
-        """Memory that goes by that address from now on; MemoryError where the device has no more."""
+        """Allocate memory, known by that address from now on. Raises MemoryError if the device has no more."""
 
     def free(self, device: int, address: int) -> None:
-        """Not used any more by what is still to be enqueued."""
+        """Free memory. Work enqueued from now on does not use it."""
 
     def copy(self, device: int, stream: int, to: int, source: int, nbytes: int) -> None:
-        """From device memory to device memory."""
+        """Copy from device memory to device memory."""
 
     def synchronise(self, device: int, stream: int) -> None: ...
 
@@ -73,17 +73,17 @@ class Driver(Protocol):
     def wait(self, event: int, device: int, stream: int) -> None: ...
 
     def elapsed(self, start: int, end: int) -> float:
-        """Milliseconds."""
+        """The time between two events in milliseconds."""
         ...
 
     def forget(self, event: int) -> None: ...
 
     def memory(self, device: int) -> tuple[int, int]:
-        """Bytes that are free, and all."""
+        """(free bytes, total bytes)."""
         ...
 
     def read(self, device: int, stream: int, address: int, host: int, nbytes: int, wait: bool = True) -> Any:
-        """To memory of the host. Returns the copy, for `is_complete` where nobody waits for it."""
+        """Copy to host memory. Returns a handle of the copy for `is_complete`, for use with `wait=False`."""
 
     def write(self, device: int, stream: int, address: int, host: int, nbytes: int, wait: bool = True) -> Any: ...
 
@@ -91,16 +91,16 @@ class Driver(Protocol):
 
 
 class Core:
-    """The loaded library."""
+    """The loaded native library."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self._start = library.flambeau_start
         self._stop = library.flambeau_stop
-        self.stream: Callable[[int], int] = library.flambeau_stream  # the current one of a device
+        self.stream: Callable[[int], int] = library.flambeau_stream  # the current stream of a device
         library.flambeau_stream.argtypes, library.flambeau_stream.restype = (_int,), _long
         self.stream_function = ctypes.cast(library.flambeau_stream, ctypes.c_void_p).value or 0  # for native callers
-        self.know: Callable[[int, int, int], None] = library.flambeau_know  # (_cdata of a tensor, least, most)
+        self.know: Callable[[int, int, int], None] = library.flambeau_know  # (_cdata of a tensor, minimum, maximum)
         library.flambeau_know.argtypes, library.flambeau_know.restype = (ctypes.c_void_p, _long, _long), None
         locked = ctypes.PyDLL(None, handle=library._handle)
         self._generator = locked.flambeau_generator
@@ -108,7 +108,7 @@ class Core:
         self._complaint = ""
 
     def start(self, driver: Driver) -> None:
-        """Once per process: PyTorch keeps what it is given."""
+        """Start the core, once per process: PyTorch keeps the allocator and hooks that it is given."""
         functions = [*(self._guarded(getattr(driver, name), types) for name, types in _FUNCTIONS.items()
                        if name != "complaint"), self._complain]
         self._table = _Table(driver.devices, *(f(g) for f, g in zip(_TYPES.values(), functions, strict=True)))
@@ -117,11 +117,11 @@ class Core:
         at_exit(self._stop, in_children=True)
 
     def generator(self, device: int) -> torch.Generator:
-        """The default one of a device."""
+        """The default generator of a device."""
         return self._generator(device)
 
     def _guarded(self, function: Callable[..., Any], types: tuple[Any, ...]) -> Callable[..., int]:
-        """An exception does not pass through C: the core asks for its text and raises its own."""
+        """Wrap a driver function so that no exception passes through C: the core raises its own, with that text."""
         count = sum(not issubclass(kind, ctypes._Pointer) for kind in types)
 
         def call(*arguments: Any) -> int:
@@ -150,5 +150,5 @@ class Core:
 
 @cache
 def load_core() -> Core:
-    """The core, out of the cache or compiled now. CompileError where there is nothing to compile with."""
+    """The core, from the cache or compiled now. Raises CompileError if there is no compiler."""
     return load_native("device_core", "the core of the device", load=Core)

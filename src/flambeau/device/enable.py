@@ -3,9 +3,9 @@
     flambeau.enable_device()
     x = torch.randn(3, device="flambeau")
 
-Where autoload.py has announced the device, its first use enables it. The core (device_core.cpp) gives PyTorch memory,
-streams, events and views; copies are device_copy.py's, `torch.flambeau` is torch_module.py. Operators are programs of
-their own (device_ops.py), or run on the CPU (fallback.py).
+If autoload.py has registered the device, its first use enables it. The core (device_core.cpp) provides memory, streams,
+events and views to PyTorch; copies are in copies.py, and `torch.flambeau` is torch_module.py. Operators are programs of
+their own (operators.py), or run on the CPU (fallback.py).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from .sparse import register_sparse
 from .torch_module import NAME
 
 _LOCK = threading.RLock()
-_LIBRARIES: list[torch.library.Library] = []  # what they register goes when they do
+_LIBRARIES: list[torch.library.Library] = []  # kept, because kernels are unregistered when their library is destroyed
 
 
 def enable_device() -> None:
-    """Make `torch.device("flambeau")` known, for the rest of the process. UnsupportedError if there is none."""
+    """Register `torch.device("flambeau")` for the rest of the process. UnsupportedError if there is no device."""
     with _LOCK:
         if torch_module.is_initialized():
             return
@@ -54,7 +54,7 @@ def enable_device() -> None:
         if own := target.on_its_memory() is not None:
             load_gates()
             driver.follow(core.stream_function)
-        announce()  # what may fail has been done
+        announce()  # after everything that may fail
         core.start(driver)
         torch_module._start(core, driver.found)
         started()
@@ -65,7 +65,7 @@ def enable_device() -> None:
         for name, kernel in (("_copy_from", copies.copy_from), ("_copy_from_and_resize", copies.copy_and_resize),
                              ("_local_scalar_dense", copies.item)):
             aten.impl(name, private(kernel), "PrivateUse1")
-        # Copies know conjugated and negated views; what resolves them elsewhere is itself a copy.
+        # Copies handle conjugated and negated views; materializing them elsewhere is itself a copy.
         for name in ("_copy_from", "_copy_from_and_resize"):
             for key in ("Conjugate", "Negative"):
                 aten.impl(name, torch.library.fallthrough_kernel, key)
@@ -83,12 +83,12 @@ def enable_device() -> None:
 
 class Found(NamedTuple):
     devices: int
-    recommended: bool  # one is something else than the CPU, which PyTorch has anyway, or somebody asked for them
+    recommended: bool  # one is not the CPU, which PyTorch has anyway, or the user asked for the device
 
 
 @cache
 def found() -> Found:
-    """What there would be; nothing where something is missing for it."""
+    """The devices that could be enabled; none if something required is missing."""
     try:
         driver = device_target().driver() if shutil.which(config.compiler) else None
     except Error:

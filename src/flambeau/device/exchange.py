@@ -1,4 +1,4 @@
-"""DLPack within the process, and a clear error for other processes."""
+"""DLPack within the process, and a clear error for sharing with other processes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def register() -> None:
 
 
 def _dlpack_device(others: Callable[[torch.Tensor], tuple[IntEnum, int]]) -> Callable[..., tuple[IntEnum, int]]:
-    """PyTorch exports a device from outside, but knows it here by the name only that it had before it got its own."""
+    """Add the device to `__dlpack_device__`: PyTorch can export it, but only knows its original name here."""
 
-    def __dlpack_device__(self: torch.Tensor) -> tuple[IntEnum, int]:  # noqa: N807 - as it is called
+    def __dlpack_device__(self: torch.Tensor) -> tuple[IntEnum, int]:  # PyTorch's name
         if self.device.type != NAME:
             return others(self)
         return DLDeviceType.kDLExtDev, self.device.index

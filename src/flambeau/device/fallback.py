@@ -3,7 +3,7 @@
     flambeau.fallbacks()          # which operators, how often, how many bytes went to the host and back
     FLAMBEAU_FALLBACK=error       # such a call is an error
 
-The schema says all there is to know: which arguments are written, which results share memory with which argument.
+The schema has all information needed: which arguments are written, and which results share memory with which argument.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .sparse import is_sparse, joined, parts
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 16  # bytes: the largest element
+ALIGNMENT = 16  # bytes: the size of the largest element
 
 
 class FallbackRow(NamedTuple):
@@ -44,12 +44,12 @@ class FallbackRow(NamedTuple):
 
 
 _COUNTS: dict[str, tuple[int, int]] = {}
-REASONS: dict[str, str] = {}  # why an operator got no kernel, where that was tried
+REASONS: dict[str, str] = {}  # why an operator got no kernel, if one was tried
 _LOCK = threading.Lock()
 
 
 def fallbacks() -> list[FallbackRow]:
-    """The operators that ran on the CPU for tensors of the device, those that moved most bytes first."""
+    """The operators that ran on the CPU for tensors of the device, sorted by bytes moved."""
     rows = [FallbackRow(name, calls, moved) for name, (calls, moved) in list(_COUNTS.items())]
     return sorted(rows, key=lambda row: (-row.bytes, -row.calls, row.operator))
 
@@ -67,7 +67,7 @@ class _Argument:
     is_tensor: bool
     is_generator: bool
     written: bool
-    only_written: bool  # an out= argument: what it holds does not matter
+    only_written: bool  # an out= argument: its old content does not matter
     aliases: frozenset[str]
 
 
@@ -76,7 +76,7 @@ class _Schema:
     arguments: tuple[_Argument, ...]
     returns: tuple[frozenset[str], ...]  # the alias sets of each result
     random: bool
-    numbers: bool  # whether Python numbers may stand for its tensors
+    numbers: bool  # whether Python numbers may be passed for its tensors
     elsewhere: tuple[str, ...]  # arguments that may be on the CPU
 
 
@@ -95,15 +95,15 @@ def _schema(op: Any) -> _Schema:
                    allow_numbers_as_tensors(found.name.split("::")[-1]), known.on_host)
 
 
-# ---- memory on the host ----------------------------------------------------------------------------------
+# ---- host memory -----------------------------------------------------------------------------------------
 
 
 class _Mirror:
-    """CPU tensors in the place of a call's device tensors. Those that overlap on the device overlap here."""
+    """CPU tensors in place of a call's device tensors. Tensors that overlap on the device overlap here too."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
-        self._given: dict[int, tuple[Tensor, bool]] = {}  # by identity: the tensor, whether its contents matter
+        self._given: dict[int, tuple[Tensor, bool]] = {}  # by identity: the tensor, and whether its content matters
         self._sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}  # by identity: the tensor and its parts
         self._hosts: dict[int, Tensor] = {}
         self.devices: set[torch.device] = set()
@@ -120,21 +120,21 @@ class _Mirror:
                     return self.note(self._sparse[id(value)][1], True, written, anywhere)
                 before = self._given.get(id(value), (value, False))[1]
                 self._given[id(value)] = (value, before or contents or not dense(value))
-            elif (value.dim() > 0 or written) and not anywhere:  # scalars of the CPU are read everywhere
+            elif (value.dim() > 0 or written) and not anywhere:  # CPU scalars may be mixed with any device
                 self.others.append(value)
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self.note(item, contents, written, anywhere)
 
     def fill(self) -> None:
-        """Read what the call will read."""
+        """Copy to the host all memory that the call may read."""
         tensors = [t for t, _ in self._given.values()]
         for region in _regions(t for t in tensors if span(t)):
             start = region[0].data_ptr() // ALIGNMENT * ALIGNMENT
             end = max(t.data_ptr() + span(t) for t in region)
             storage = torch.UntypedStorage(end - start, device="cpu")
             if any(self._given[id(t)][1] for t in region):
-                # The start is within the memory of the device: blocks are aligned by more.
+                # The rounded start is still inside the device block, because blocks have a larger alignment.
                 whole = host_memory(0, torch.uint8, (end - start,), (1,), storage=storage)
                 self._copies.read(region[0].device.index, start, whole)
                 self.moved += end - start
@@ -161,7 +161,7 @@ class _Mirror:
         return value
 
     def origin(self, host: Tensor) -> Tensor | None:
-        """The device tensor that a CPU tensor stands for."""
+        """The device tensor that a CPU tensor stands for; None if there is none."""
         return self._origins.get(id(host))
 
     def write_back(self, value: Any) -> None:
@@ -173,13 +173,13 @@ class _Mirror:
         if not isinstance(value, Tensor) or id(value) not in self._hosts:
             return
         host, view = self._hosts[id(value)], self._views[id(value)]
-        if view.shape != value.shape:  # the operator has given its result another shape
+        if view.shape != value.shape:  # the operator has resized its output
             value.resize_(view.shape)
             if view.stride() != value.stride() and dense(view):
                 value.as_strided_(view.shape, view.stride())
         if host.data_ptr() == self._places[id(value)] and same_geometry(view, value):
             self._copies.write(value.device.index, value.data_ptr(), host)
-        else:  # other memory, or the same as a conjugated view
+        else:  # new memory, or a conjugated view of the same
             self._copies.copy_from(view, value)
         self.moved += span(value)
 
@@ -198,7 +198,7 @@ class _Mirror:
 
 
 def _regions(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors whose spans overlap, together."""
+    """Group tensors whose memory spans overlap."""
     out: list[list[Tensor]] = []
     end = 0
     for t in sorted(tensors, key=lambda t: t.data_ptr()):
@@ -214,7 +214,7 @@ def _regions(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 @contextmanager
 def _default_generator(given: torch.Generator | None) -> Iterator[None]:
-    """Inside, the CPU's default generator draws what `given` would."""
+    """While active, the CPU's default generator has the state of `given`."""
     if given is None:
         yield
         return
@@ -231,7 +231,7 @@ def _default_generator(given: torch.Generator | None) -> Iterator[None]:
 
 
 class Fallback:
-    """The kernel of every operator that has no other."""
+    """The kernel of every operator that has no other one on the device."""
 
     def __init__(self, copies: Copies, generator: Callable[[int], torch.Generator], current: Callable[[], int]) -> None:
         self._copies = copies
@@ -244,8 +244,8 @@ class Fallback:
             aten.impl(short(op), private(partial(self._composed, op, compute)), "PrivateUse1")
         for op, compute in overloads_with("instead").items():
             aten.impl(short(op), self.instead(op, compute), "PrivateUse1")
-        # Operators that every backend has a kernel of its own for. Elsewhere PyTorch puts one form together out of
-        # another, and takes for granted that all tensors are where the first one is.
+        # Operators for which every backend needs its own kernel. Otherwise PyTorch composes one form from another, and
+        # assumes that all tensors are on the device of the first one.
         has = has_kernel_for_key
         whole = [aten_named(name.removeprefix("aten::")) for name in all_operator_names()
                  if has(name, "CompositeExplicitAutogradNonFunctional") and has(name, "CPU")
@@ -257,8 +257,8 @@ class Fallback:
         return private(partial(self._run, op, compute))
 
     def _composed(self, op: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Where other operators cannot serve a call either (a dtype that only the CPU has), the CPU computes it."""
-        row = args[0] if args and isinstance(args[0], (list, tuple)) else ()  # indices may be elsewhere
+        """Compute a call by other operators, or on the CPU if these do not support it (such as its dtype)."""
+        row = args[0] if args and isinstance(args[0], (list, tuple)) else ()  # index tensors may be on another device
         tensors = [a for a in (*row, *args, *kwargs.values()) if isinstance(a, Tensor)]
         suits = tensors[0].dtype in SUPPORTED and not tensors[0].is_cpu and len({t.device for t in tensors}) == 1
         out = compute(*args, **kwargs) if suits else NotImplemented
@@ -297,7 +297,7 @@ class Fallback:
         return made if len(made) > 1 else made[0] if made else None
 
     def _device(self, name: str, mirror: _Mirror, given: dict[str, Any]) -> torch.device | None:
-        """Where results belong; None where nothing of the call is on the device."""
+        """The device for results; None if nothing in the call is on the device."""
         named = given.get("device")
         if not mirror.devices:
             if isinstance(named, torch.device) and named.type == self._copies.kind:
@@ -320,7 +320,7 @@ class Fallback:
             log.warning("%s has no kernel on the device and runs on the CPU", name)
 
     def _argument(self, argument: _Argument, value: Any, schema: _Schema, mirror: _Mirror) -> Any:
-        # Numbers that PyTorch wraps in tensors arrive as they were.
+        # PyTorch unwraps tensors that it made from numbers, so they arrive as numbers.
         if argument.is_tensor and isinstance(value, (bool, int, float, complex)) and not schema.numbers:
             return torch.tensor(value, device="cpu")
         return mirror.host(value)

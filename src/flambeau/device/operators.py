@@ -1,7 +1,7 @@
 """Registers the operators of the device: all lowerings, in every form in which PyTorch calls them.
 
-A gate (device_gate.cpp) stands before each operator. The first call of a kind asks this file for a program; what there
-is none for goes on to the kernel that PyTorch or fallback.py has.
+A gate (device_gate.cpp) is in front of each operator. The first call of a kind asks this file for a program. If there
+is none, calls go on to the kernel of PyTorch or fallback.py.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class DeviceGates(Protocol):
     def watch(self, changed: int, here: Callable[[], int]) -> None: ...
 
     def open(self, name: str, overload: str) -> int:
-        """A gate before an operator, for the rest of the process."""
+        """Put a gate in front of an operator, for the rest of the process."""
 
     def entries(self, gate: int) -> int:
-        """How many kinds of calls it knows."""
+        """The number of kinds of calls that a gate has seen."""
 
 
 PROGRAMS = Programs()
@@ -77,10 +77,10 @@ def open_gates() -> None:
 @untraced
 def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int
         ) -> tuple[*Served, bool] | list[tuple[int, ...]] | None:
-    """What serves calls like this one: a program; shapes that what it writes to should have first; or None.
+    """The way to serve calls like this one: a program; shapes to which outputs must be resized first; or None.
 
-    `same`: for each tensor the first that it is one with. `lift`: which numbers of the call are arguments of the
-    program, as bits.
+    `same`: for each tensor, the index of the first one that is the same object. `lift`: which numbers of the call are
+    arguments of the program, as bits.
     """
     form = _FORMS[gate]
     try:
@@ -90,11 +90,11 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int
             call = described(args, same, numbers=True)
             if error := refusal(form.op, call):
                 REASONS[form.op.name()] = f"the CPU refuses it: {error}"
-                return None  # the fallback's kernel says so, in eager's words
+                return None  # the fallback then raises eager's error
             return *PROGRAMS.serving(form, call, lift), True
     except OtherShapes as other:
         return other.shapes
-    except Exception as error:  # whatever is wrong with the compiler, the operator works
+    except Exception as error:  # whatever is wrong with the compiler, the operator must work
         reason = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
         REASONS[form.op.name()] = "; ".join(filter(None, (reason, *getattr(error, "dtypes", ()),
                                                           getattr(error, "target", None))))
@@ -107,7 +107,7 @@ def ask(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int
 
 @untraced
 def hot(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int, wait: bool) -> Run | None:
-    """A program for a shape that many calls have."""
+    """A program for the exact shape of a frequent call."""
     with disable_current_modes(), torch.no_grad(), DisableAutocast():
         return PROGRAMS.hot(_FORMS[gate], described(args, same, numbers=True), lift, wait)
 
@@ -116,7 +116,7 @@ def hot(gate: int, args: tuple[Any, ...], same: tuple[int, ...], lift: int, wait
 
 
 def device_forms() -> list[OperatorForm]:
-    """Every operator that has a backend's kernels and of which we know what it computes."""
+    """The forms of all operators that a backend implements and whose function is known here."""
     ops_loaded()
     functional = {op for op in (*LOWERINGS, *overloads_with("library"), *table(False))
                   if not op._schema.is_mutable and (op.namespace == "aten" or op.namespace not in SPACES)}
@@ -129,13 +129,13 @@ def device_forms() -> list[OperatorForm]:
 
 
 def _is_kernel(op: OpOverload) -> bool:
-    """Whether a backend may have a kernel of its own for it: it makes tensors, of no others, and is no view."""
+    """Whether a backend may implement it: it returns tensors, takes no device or dtype placement, and is not a view."""
     schema = op._schema
     if not all("Tensor" in str(r.type) for r in schema.returns):
         return False
     if any(a.name in PLACES for a in schema.arguments) or {torch.Tag.generated, torch.Tag.inplace_view} & {*op.tags}:
         return False
-    # What copies a storage, PyTorch makes of other operators: gaps and offset included, it lies as eager's does.
+    # Operators that copy a whole storage are composed by PyTorch: results then have eager's gaps and offsets.
     if schema.name.startswith("aten::_foreach") or facts(op).copies_storage or facts(op).view:
         return False
     has = has_kernel_for_key

@@ -2,9 +2,9 @@
 
     torch.distributed.init_process_group("flambeau")     # or "cpu:gloo,flambeau:flambeau"
 
-What a collective reads is copied to the host when it is called; what it writes is copied to the device when gloo is
-done, before anybody who waits for it goes on. Tensors of the CPU take part as well. Collectives that only move data
-move bytes, so that every dtype can travel.
+The inputs of a collective are copied to the host when it is called. Its outputs are copied to the device when gloo is
+done, before anyone who waits for them continues. CPU tensors may take part as well. Collectives that only move data
+move bytes, so that every dtype is supported.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flambeau.torch_compat.distributed import Work, work_from_future
 
 from .torch_module import NAME
 
-dist: Any = torch.distributed  # its stubs know neither all of its names nor those of all versions
+dist: Any = torch.distributed  # its stubs lack some names, and names of some versions
 
 PAUSE = 0.1  # seconds
 
-# A tensor, and the memory of the host that it gets its values from.
+# A tensor, and the host memory that it gets its values from.
 Back = tuple[Tensor, Tensor]
 
 
@@ -45,8 +45,8 @@ class StagedGroup(dist.ProcessGroup):
         return NAME
 
     def shutdown(self) -> None:
-        """Gloo's threads drop what they have sent after those who wait for it go on, and need the interpreter for that.
-        One that still needs it while the process ends would take it down."""
+        """Shut down gloo. Its threads release what they have sent only after the waiting callers continue, and need the
+        interpreter for that: one that still needs it while the process ends would crash it, so wait a little."""
         super().shutdown()
         time.sleep(PAUSE)
 
@@ -83,13 +83,13 @@ class StagedGroup(dist.ProcessGroup):
         return _after(start(hosts, wanted), _pairs(tensors, hosts), tensors, divide)
 
     def _scattered(self, pairs: Sequence[Back], opts: Any, result: Any) -> Any:
-        """Everybody reduces everything and keeps a part, which is how gloo does it; but gloo gives no future for it."""
+        """Reduce everything in every process and keep one part, as gloo itself does, but without returning a future."""
         wanted, divide = self._summed(opts or dist.ReduceScatterOptions(), dist.AllreduceCoalescedOptions())
         back = [(output, host.chunk(self.size())[self.rank()].view(output.shape)) for output, host in pairs]
         return _after(self._gloo.allreduce_coalesced([host for _, host in pairs], wanted), back, result, divide)
 
     def _summed(self, opts: Any, wanted: Any) -> tuple[Any, int]:
-        """The options for gloo, and what to divide by afterwards: it does not take averages."""
+        """The options for gloo, and what to divide by afterwards, because gloo does not support averages."""
         if opts.reduceOp == dist.ReduceOp.PREMUL_SUM:
             raise UnsupportedError("a sum with a factor is not one of gloo's reductions", target=NAME,
                                    hint="FSDP: set_force_sum_reduction_for_comms(True)")
@@ -131,7 +131,7 @@ class StagedGroup(dist.ProcessGroup):
         return work_from_future(every.then(lambda done: [f.value() for f in done.value()]))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        each = outputs[0] if outputs else []  # nothing where it is not gathered
+        each = outputs[0] if outputs else []  # empty on ranks that do not receive
         hosts = [_bytes(_room(t)) for t in each]
         work = self._gloo.gather([hosts] if outputs else [], [_bytes(_host(_one(inputs)))], opts)
         return _after(work, _pairs(each, hosts), outputs)
@@ -143,7 +143,7 @@ class StagedGroup(dist.ProcessGroup):
         return _after(work, _pairs([output], [host]), outputs)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """As one exchange of bytes of different lengths."""
+        """Exchange tensors as one exchange of bytes with different lengths."""
         hosts, given = [_bytes(_room(t)) for t in outputs], [_bytes(_host(t)) for t in inputs]
         into, split = torch.empty(sum(t.numel() for t in hosts), dtype=torch.uint8), [t.numel() for t in hosts]
         work = self._gloo.alltoall_base(into, torch.cat(given), split, [t.numel() for t in given],
@@ -158,7 +158,7 @@ class StagedGroup(dist.ProcessGroup):
         work = self._gloo.alltoall_base(_bytes(host), _bytes(own), *bytes_of, opts or dist.AllToAllOptions())
         return _after(work, [(output, host)], output)
 
-    # ---- from one to another ---------------------------------------------------------------------------
+    # ---- point to point --------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
         hosts = [_bytes(_host(t)) for t in tensors]
@@ -172,7 +172,7 @@ class StagedGroup(dist.ProcessGroup):
         hosts = [_bytes(_room(t)) for t in tensors]
         return _Sent(self._gloo.recv_anysource(hosts, tag), hosts, tensors)
 
-    # Newer names of the same.
+    # Newer names of the same functions.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -180,19 +180,19 @@ class StagedGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
 
-# DDP calls collectives while Dynamo looks at every frame; these are no part of anybody's graph.
+# DDP calls collectives while Dynamo watches every frame, but they must not become part of a graph.
 for _name, _call in list(vars(StagedGroup).items()):
     if callable(_call) and not _name.startswith("__"):
         setattr(StagedGroup, _name, torch.compiler.disable(_call, reason="a collective"))
 
 
 class _Sent(Work):
-    """A message under way. Its receiver gets the values when it waits."""
+    """A message in transfer. A receiver's tensors get their values in `wait`."""
 
     def __init__(self, work: Any, hosts: list[Tensor], tensors: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._work = work
-        self._hosts = hosts  # gloo does not keep what it sends
+        self._hosts = hosts  # gloo does not keep the memory that it sends from alive
         self._tensors = tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -211,16 +211,17 @@ class _Sent(Work):
     _source_rank = source_rank
 
 
-# ---- memory of the host ----------------------------------------------------------------------------------
+# ---- host memory -----------------------------------------------------------------------------------------
 
 
 def _host(t: Tensor) -> Tensor:
-    """The values of a tensor in memory of the host that nobody else has."""
+    """A copy of a tensor's values in new host memory."""
     return torch.empty(t.shape, dtype=t.dtype, device="cpu").copy_(t.detach())
 
 
 def _room(t: Tensor) -> Tensor:
-    """Memory for values that a tensor will get; whatever uses that tensor now is done when it gets them."""
+    """Host memory for the new values of a tensor. Waits for work that uses the tensor, so that it can be
+    overwritten."""
     if t.device.type == NAME:
         torch.get_device_module(NAME).current_stream(t.device).synchronize()
     return torch.empty(t.shape, dtype=t.dtype, device="cpu")
@@ -235,15 +236,15 @@ def _row_bytes(host: Tensor) -> int:
 
 
 def _pairs(tensors: Iterable[Tensor], hosts: Iterable[Tensor]) -> list[Back]:
-    """Tensors with the values that lie, perhaps as bytes, in memory of the host."""
+    """Pair tensors with their values in host memory, which may be stored as bytes."""
     return [(t, host.view(t.dtype).view(t.shape)) for t, host in zip(tensors, hosts)]
 
 
 def _after(work: Any, back: Sequence[Back], result: Any, divide: int = 1) -> Any:
-    """What is done when the values are where they belong."""
+    """A work that is complete when the results have been copied from the host to their tensors."""
 
     def done(future: Any) -> Any:
-        future.value()  # or gloo's error
+        future.value()  # raises gloo's error
         with torch.no_grad():
             for tensor, host in back:
                 tensor.copy_(host / divide if divide > 1 else host)
@@ -260,7 +261,7 @@ def _several(tensors: Any) -> Sequence[Tensor]:
 
 
 def _one(values: Sequence[Any]) -> Any:
-    """Collectives take lists, of the times when a process had several devices."""
+    """The only element of a list: the interface of collectives still allows for several devices per process."""
     if len(values) != 1:
         raise UnsupportedError(f"{len(values)} tensors of one process take part in a collective, expected 1",
                                target=NAME)

@@ -1,4 +1,4 @@
-"""What the device's kernels in Python have in common."""
+"""Helpers for the device's kernels that are written in Python."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flambeau.torch_compat.dispatch import DisableTorchFunction, untraced
 
 
 def private(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """What a kernel does on the host is not the caller's: neither modes nor a default device reach it, and Dynamo does
-    not trace it, although it may be watching the caller."""
+    """Isolate a kernel's work on the host from its caller: modes and default devices do not affect it, and Dynamo does
+    not trace it, even if it is watching the caller."""
 
     @untraced
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -25,11 +25,11 @@ def private(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def aten_named(name: str) -> Any:
-    """The operator of that name, "index.Tensor" or "equal"."""
+    """The ATen operator with this name, such as "index.Tensor" or "equal"."""
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 def short(op: Any) -> str:
-    """The name by which a library of kernels for ATen knows it."""
+    """The operator's name in a torch.library.Library for ATen."""
     return str(op.name()).removeprefix("aten::")

@@ -13,14 +13,14 @@ from flambeau.runtime.launch_plan import Run
 
 from .copies import Copies
 
-DRAWS: Counter[torch.device] = Counter()  # calls that drew numbers, for tests that compare values
+DRAWS: Counter[torch.device] = Counter()  # calls that drew random numbers, for tests that compare values
 
 
 def host_generator(generator: torch.Generator) -> torch.Generator:
-    """A generator of the CPU for one call: which numbers it draws, seed and offset of the device's one decide."""
+    """A CPU generator for one call, seeded from the seed and offset of the device's generator."""
     DRAWS[generator.device] += 1
     offset = generator.get_offset()
-    generator.set_offset(offset + 4)  # the offsets of CUDA's generators, which programs save, are multiples of it
+    generator.set_offset(offset + 4)  # offsets of CUDA's generators, which programs save, are multiples of 4
     mixed = (generator.initial_seed() + (offset // 4 + 1) * 0x9E3779B97F4A7C15) % 2**64
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ mixed >> shift) * factor % 2**64
@@ -35,7 +35,7 @@ _CHOSEN = _Chosen()
 
 
 def with_generator(run: Run, args: list[Any], generator: torch.Generator) -> list[Any]:
-    """A program whose seeds that generator draws."""
+    """Run a program with its seeds drawn from the given generator."""
     _CHOSEN.generator = generator
     try:
         return run(args)
@@ -44,7 +44,7 @@ def with_generator(run: Run, args: list[Any], generator: torch.Generator) -> lis
 
 
 class Seeds:
-    """Draws the seeds of programs: from the generator of the call, else from the device's default one."""
+    """Draws the seeds of programs: from the generator of the call, or else from the device's default generator."""
 
     def __init__(self, copies: Copies, default: Callable[[int], torch.Generator]) -> None:
         self._copies, self._default = copies, default

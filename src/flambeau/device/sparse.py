@@ -1,7 +1,7 @@
-"""Sparse tensors on the device: indices and values are on the device, and the CPU computes with them.
+"""Sparse tensors on the device: indices and values are stored on the device, and the CPU computes with them.
 
-PyTorch's own sparse kernels that take such a tensor apart, put it together or copy it call other operators and look at
-no memory. These serve the device as they are; all others go to fallback.py, part by part.
+PyTorch's sparse kernels that only access a tensor's parts, assemble it or copy it call other operators and touch no
+memory. They work for the device unchanged; all other operators go to fallback.py, part by part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# The keys of the device, and those whose kernels the CPU has.
+# The device's dispatch keys, and the CPU keys whose kernels serve them.
 _KEYS = {"SparsePrivateUse1": "SparseCPU", "SparseCsrPrivateUse1": "SparseCsrCPU"}
 _COMPOSITES = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _PARTS: dict[torch.layout, tuple[str, ...]] = {
@@ -45,12 +45,12 @@ def is_sparse(t: Tensor) -> bool:
 
 
 def parts(t: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold it: itself, or its indices and values."""
+    """The tensors that hold the data: the tensor itself, or its indices and values."""
     return tuple(getattr(t, name)() for name in _PARTS[t.layout]) if is_sparse(t) else (t,)
 
 
 def joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """What `like` is, of other parts."""
+    """A sparse tensor like `like` with other parts."""
     if like.layout is torch.sparse_coo:
         return aten._sparse_coo_tensor_unsafe(*parts, like.shape, is_coalesced=like.is_coalesced())
     return aten._sparse_compressed_tensor_unsafe(*parts, like.shape, dtype=like.dtype, layout=like.layout,
@@ -58,7 +58,7 @@ def joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def register_sparse(everything: torch.library.Library, aten_library: torch.library.Library, host: Fallback) -> None:
-    """`host` computes what looks at memory."""
+    """Register the sparse operators; `host` computes those that access memory."""
     has = has_kernel_for_key
     names = [name for name in all_operator_names() if name.startswith("aten::")]
     for key, of_cpu in _KEYS.items():
@@ -72,5 +72,5 @@ def register_sparse(everything: torch.library.Library, aten_library: torch.libra
                 aten_library.impl(short(op), private(partial(op.redispatch, keys)), key)
             elif (compute := facts(op).instead_of_sparse) is not None:
                 aten_library.impl(short(op), host.instead(op, compute), key)
-            elif any(has(name, composite) for composite in _COMPOSITES):  # which would come before a fallback
+            elif any(has(name, composite) for composite in _COMPOSITES):  # these would precede a fallback
                 aten_library.impl(short(op), private(partial(host.call, op)), key)

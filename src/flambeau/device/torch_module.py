@@ -1,7 +1,7 @@
 """The module `torch.flambeau`, with the functions that PyTorch and its users expect of a device.
 
-Streams and events are `torch.Stream` and `torch.Event`; most of the rest is `torch.accelerator`, for this device.
-The module may stand there before there is a device behind it (autoload.py): what needs one starts it.
+Streams and events are `torch.Stream` and `torch.Event`; most of the rest forwards to `torch.accelerator` for this
+device. The module can be installed before the device is started (autoload.py): functions that need the device start it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NAME = "flambeau"
 Which = torch.device | str | int | None
 
 _core: Core | None = None
-_ready = False  # for other threads than the one that starts the device
-_devices: tuple[Any, ...] = ()  # the driver's: each has a name
+_ready = False  # set last, for threads other than the one that starts the device
+_devices: tuple[Any, ...] = ()  # the driver's device objects: each has a name
 _pid = os.getpid()
-_seed: int | None = None  # for the generators that are still to come
+_seed: int | None = None  # for generators that do not exist yet
 
 
 def _start(core: Core, devices: Iterable[Any]) -> None:
@@ -52,7 +52,7 @@ def _native() -> Core:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Stream", "Event"):  # PyTorch makes them without asking whether the device was started
+    if name in ("Stream", "Event"):  # PyTorch constructs these without checking that the device is started
         init()
         return getattr(torch, name)
     if name.endswith(("Scheduling", "Codegen")) and is_initialized():
@@ -80,15 +80,15 @@ def _index(device: Which) -> int:
 
 
 def is_available() -> bool:
-    """Whether there is a device. `torch.accelerator` asks whether to recommend one: `_is_recommended`."""
+    """Whether there is a device. `torch.accelerator` uses `_is_recommended` instead."""
     return device_count() > 0
 
 
 def _is_recommended() -> bool:
-    """Whether there is a device that is used, or one for programs that take what there is.
+    """Whether the device is in use already, or should be used by programs that take any accelerator.
 
-    A device that is just this machine's CPU is not, unless FLAMBEAU_DEVICE says so: it is there for those who name it.
-    Optimisers and loaders ask for this all the time, so nothing is started for the answer.
+    A device that is only this machine's CPU is not recommended, unless FLAMBEAU_DEVICE selects it: it is for users who
+    name it. Optimizers and data loaders ask this all the time, so the answer starts nothing.
     """
     return is_initialized() or bool(_found().recommended)
 
@@ -101,7 +101,7 @@ def _found() -> Found:
 
 @contextmanager
 def _not_compiled() -> Iterator[None]:
-    """Frames of an import are none for Dynamo to compile, which would ask again before the import has ended."""
+    """Keep Dynamo from compiling frames of an import: it would ask again before the import has finished."""
     callback = set_eval_frame(None)
     try:
         yield
@@ -114,7 +114,7 @@ def is_initialized() -> bool:
 
 
 def init() -> None:
-    """Start the device, if that was not done yet; contexts are made at their first use. Says why there is none."""
+    """Start the device if necessary. Contexts are created at first use. Raises an error if there is no device."""
     if _is_in_bad_fork():
         raise UnsupportedError(f"this process was forked after the device {NAME!r} was started, which does not follow",
                                hint='start processes with multiprocessing\'s "spawn" or "forkserver" method')
@@ -122,7 +122,7 @@ def init() -> None:
         importlib.import_module("flambeau.device.enable").enable_device()
 
 
-_lazy_init = init  # what PyTorch calls before it makes the first tensor of the device
+_lazy_init = init  # PyTorch calls this before it makes the first tensor on the device
 
 
 def _is_in_bad_fork() -> bool:
@@ -157,13 +157,13 @@ def get_device_properties(device: Which = None) -> _Properties:
 
 
 def get_device_capability(device: Which = None) -> dict[str, Any]:
-    """As `torch.accelerator` says it: {"supported_dtypes": ...}. What has no kernel for one is computed on the CPU."""
-    ask = getattr(torch.accelerator, "get_device_capability", None)  # of the more recent ones
+    """As in `torch.accelerator`: {"supported_dtypes": ...}. Operators without a kernel for a dtype run on the CPU."""
+    ask = getattr(torch.accelerator, "get_device_capability", None)  # only in newer versions of torch
     return {"supported_dtypes": {*SUPPORTED}} if ask is None else ask(_index(device))
 
 
 class device:  # noqa: N801 - as torch.cuda.device
-    """Inside, that device is the current one."""
+    """A context in which this device is the current one."""
 
     def __init__(self, device: Which) -> None:
         self.index = _index(device)
@@ -178,8 +178,8 @@ class device:  # noqa: N801 - as torch.cuda.device
 
 def synchronize(device: Which = None) -> None:
     if device is None and torch.compiler.is_dynamo_compiling():
-        torch.accelerator.synchronize()  # which Dynamo knows
-    elif is_initialized():  # profilers of other devices ask for it as well
+        torch.accelerator.synchronize()  # Dynamo supports this one
+    elif is_initialized():  # profilers of other devices call it too
         torch.accelerator.synchronize(_index(device))
 
 
@@ -203,7 +203,7 @@ def set_stream(stream: torch.Stream) -> None:
 
 @contextmanager
 def stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Inside, what is enqueued goes to that stream."""
+    """A context in which work is enqueued on this stream."""
     if stream is None:
         yield
         return
@@ -273,7 +273,7 @@ def empty_cache() -> None:
 
 
 def _asked(ask: Callable[[int], Any]) -> Callable[..., Any]:
-    """What `torch.accelerator` answers, of a device that may be named in any way."""
+    """A function of `torch.accelerator` that accepts a device in any form."""
 
     def answer(device: Which = None) -> Any:
         return ask(_index(device))
@@ -287,7 +287,7 @@ max_memory_allocated = _asked(torch.accelerator.max_memory_allocated)
 memory_reserved = _asked(torch.accelerator.memory_reserved)
 max_memory_reserved = _asked(torch.accelerator.max_memory_reserved)
 reset_peak_memory_stats = _asked(torch.accelerator.reset_peak_memory_stats)
-mem_get_info = _asked(torch.accelerator.get_memory_info)  # bytes that are free, and all
+mem_get_info = _asked(torch.accelerator.get_memory_info)  # (free bytes, total bytes)
 
 
 # ---- mixed precision -------------------------------------------------------------------------------------

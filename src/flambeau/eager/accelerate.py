@@ -7,9 +7,9 @@
 
 Native code (a gate, gate.cpp) is registered for each operator at the backend's dispatch key, below autograd and
 autocast. Small calls go straight to torch. For a larger call the gate looks for a program, as on the device
-(any_shape.py). The first call of a class runs torch's kernel; the second asks this file for a program and waits for it.
-A table of the target (`Target.wins`) says from which size on our kernels are faster. Nothing is timed at run time, so
-the same calls have the same bits in every process.
+(any_shape.py). The first call of a class runs torch's kernel. The second asks this file for a program and waits for it.
+A table of the target (`Target.wins`) gives the size from which our kernels are faster. Nothing is timed at run time, so
+the same calls give the same bits in every process.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def accelerate(device: str | torch.device = "cuda", only: str | Iterable[str] | 
     key = key_for_device(kind.type)
     usable = {form: size for form, size in forms.items() if has_kernel(form, key)}
     look_on()
-    native = load_gates()  # which may fail: nothing is replaced before
+    native = load_gates()  # before anything is replaced, because it may fail
     native.start(ask, hot, None)
     steps = EagerSteps(kind.type) if only is None and target.capabilities().tables else None
     return Acceleration(native, kind.type, key, usable, wait, steps)
@@ -130,7 +130,7 @@ class Acceleration:
                 raise
 
     def undo(self) -> None:
-        """Torch's own kernels again. Once is enough."""
+        """Restore torch's own kernels. Further calls do nothing."""
         if self._steps is not None:
             self._steps.undo()
         with _LOCK:
@@ -150,7 +150,7 @@ class Acceleration:
 
 
 def has_kernel(form: OperatorForm, key: str) -> bool:
-    """Whether the operator is one at this key, and not composed of others above it."""
+    """Whether the operator has a kernel of its own at this key, rather than being composed of others above it."""
     return any(has_kernel_for_key(form.op.name(), k)
                for k in (key, "CompositeExplicitAutograd"))
 
@@ -164,7 +164,7 @@ _NUMBERED: dict[int, _Gate] = {}
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """Calls of this thread pass all gates."""
+    """Let calls of this thread bypass all gates."""
     native = load_gates()
     before = native.aside(True)
     try:
@@ -177,7 +177,7 @@ PROGRAMS = Programs(into_any=False, most_fixed=MOST_KERNELS, apart=_aside)
 
 
 class _Gate:
-    """The gate before one form of an operator. It outlives its use: its kernels serve the next `accelerate`."""
+    """The gate in front of one form of an operator. It is never destroyed: the next `accelerate` reuses its kernels."""
 
     def __init__(self, native: Gates, device: str, key: str, form: OperatorForm) -> None:
         self.native, self.device, self.form = native, device, form
@@ -185,7 +185,7 @@ class _Gate:
         self.number = native.make(form.op._schema.name, "" if overload == "default" else overload, key, device)
         self.holders: dict[Acceleration, tuple[int, bool]] = {}
         self.refused: Counter[str] = Counter()
-        self.before = (0, 0)  # calls that earlier uses counted
+        self.before = (0, 0)  # counts of calls from earlier uses
 
     def hold(self, holder: Acceleration, elements: int, wait: bool) -> None:
         if not self.holders:
@@ -195,32 +195,32 @@ class _Gate:
 
     def release(self, holder: Acceleration) -> None:
         del self.holders[holder]
-        if self.holders:  # the last of them decides
+        if self.holders:  # the most recent holder's settings apply
             self.open(*list(self.holders.values())[-1])
         else:
             self.native.close(self.number)
 
     def open(self, elements: int, wait: bool) -> None:
-        # Who draws random numbers must not change between calls of one program.
+        # Calls of one program must not switch between random generators.
         self.random = facts(self.form.op).random
         self.now = wait or self.random
         capturing = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
         self.native.open(self.number, elements, self.form.measured(), capturing)
 
     def ask(self, args: Arguments, same: tuple[int, ...], lift: int) -> tuple[*Served, bool] | bool | None:
-        """What serves calls like this one, and whether it does; None: torch does; False: whoever calls next asks."""
+        """A program for such calls, and whether to use it; None: torch serves them; False: the next call asks again."""
         call = described(args, same)
         if closing() or PROGRAMS.is_new(self.form, call) and not self.now:
             return False
         try:
             if refusal(self.form.op, call):
-                return None  # torch's kernel says why
+                return None  # torch's kernel raises the error
             served = PROGRAMS.serving(self.form, call, lift)
             run, _, _, lifted, _ = served
             return *served, self.lies_alike(call, args, run, lifted)
         except Closing:
             return False
-        except Exception as error:  # whatever is wrong with the compiler, torch's kernel goes on serving
+        except Exception as error:  # whatever is wrong with the compiler, torch's kernel stays in use
             reason = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
             self.refused[reason] += 1
             level = logging.INFO if isinstance(error, UnsupportedError) else logging.WARNING
@@ -228,8 +228,9 @@ class _Gate:
             return None
 
     def lies_alike(self, call: Arguments, args: Arguments, run: Run, lifted: int) -> bool:
-        """How results lie must not depend on whose they are. Operators of other people are not called to find out:
-        they say it themselves, and may do anything when called."""
+        """Whether our results have the layout of torch's, which must not depend on who computes them. Operators from
+        outside of torch are not called to find out, since they may do anything: they declare their layout
+        themselves."""
         if self.form.written or self.random or self.form.op.namespace != "aten":
             return True
         numbers = [word(x) if isinstance(x, float) else x for k, x in enumerate(numbers_of(self.form.op, call))
@@ -252,7 +253,7 @@ class _Gate:
 
 
 def layout(results: Any) -> list[Any]:
-    """Strides of dimensions of one element say nothing."""
+    """Dtypes, shapes and strides of tensors, without the meaningless strides of dimensions of one element."""
     return [(t.dtype, t.shape, [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1])
             for t in flat(results) if isinstance(t, torch.Tensor)]
 
@@ -271,7 +272,7 @@ def hot(gate: int, args: Arguments, same: tuple[int, ...], lift: int, wait: bool
 
 @atexit.register
 def _close_all() -> None:
-    """The interpreter ends, calls of other threads may go on: without Python."""
+    """Close all gates: at the end of the interpreter, other threads may go on calling, but without Python."""
     with _LOCK:
         for gate in _GATES.values():
             if gate.holders:

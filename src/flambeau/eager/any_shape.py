@@ -1,9 +1,9 @@
 """One program for calls of many shapes: sizes are symbols when it is compiled, and are read at run time.
 
-Calls of a class differ in nothing but sizes from two on, and in what follows from those: operator, dtypes, ranks, order
-and gaps of memory, sizes of zero and one, numbers and options are the same. What torch and the lowerings assumed about
-the sizes while a program was made are its guards. A call whose sizes do not meet them gets a program of its own, and
-a class with many of those is left to programs of fixed shapes.
+The calls of a class differ only in sizes of at least two, and in what follows from those. Operator, dtypes, ranks,
+memory order and gaps, sizes of zero and one, numbers and options are the same. The assumptions about sizes that torch
+and the lowerings made while a program was compiled are its guards. A call whose sizes do not meet them gets another
+program, and a class with many of those is left to programs of fixed shapes.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from .refusal import Numbers, taken
 
 log = logging.getLogger(__name__)
 
-MOST_CLASSES = 1024  # whose programs are kept, those in use
-MOST_PROGRAMS = 4  # of a class: more show that its kernels depend on the sizes
+MOST_CLASSES = 1024  # classes whose programs are kept, the most recently used
+MOST_PROGRAMS = 4  # programs of a class: more show that its kernels depend on the sizes
 
-# Arguments that say how large something is; others (steps of windows, groups) are part of a kernel's text.
+# Arguments that are sizes. Other integers (strides of windows, groups) are part of a kernel's text.
 SIZES = {"C", "HxW", "N", "input_size", "input_sizes", "normalized_shape", "output_size", "size", "sizes"}
 
-FIXED: dict[str, str] = {}  # operators that had to be made for a fixed shape, and why
+FIXED: dict[str, str] = {}  # operators that needed a program for a fixed shape, and why
 
 
 def is_size(op: OpOverload, name: str) -> bool:
@@ -68,24 +68,24 @@ def is_size(op: OpOverload, name: str) -> bool:
 
 
 def is_open(x: Any) -> bool:
-    """Of arguments that are sizes, zero and one are part of a class."""
+    """Whether a size argument becomes a symbol. Zero and one are part of the class."""
     return isinstance(x, int) and x > 1
 
 
 # ---- classes -----------------------------------------------------------------------------------------------
 
-Rule = int | tuple[int]  # a stride: a number; or that behind a dimension, of which -1 is none that is known
+Rule = int | tuple[int]  # a stride: a number, or (the dimension that it is packed after,), where -1 is unknown
 OPEN = (-1,)
 
 
 def in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Dimensions from the one whose elements are nearest to each other; those of one element before others."""
+    """The dimensions from the smallest stride up; among equal strides, dimensions of one element come first."""
     return sorted(range(len(shape)), key=lambda d: (strides[d], shape[d] != 1, -d))
 
 
 def stride_rules(op: OpOverload, shape: Sequence[int], strides: Sequence[int]) -> tuple[Rule, ...]:
-    """How each stride follows from sizes: packed behind the dimension before it in memory, or left open. Sums of
-    products look at which dimension is contiguous, and at nothing else."""
+    """How each stride follows from the sizes: packed after the next inner dimension in memory, or left open. For matrix
+    products, it only matters which dimension is contiguous."""
     rules: list[Rule] = [0] * len(shape)
     before, expected = -1, 1
     for d in in_memory(shape, strides):
@@ -99,26 +99,26 @@ def stride_rules(op: OpOverload, shape: Sequence[int], strides: Sequence[int]) -
     return tuple(rules)
 
 
-MOST_LOOPS = 5  # of elementwise calls: those with fewer have some more, around one element
+MOST_LOOPS = 5  # of elementwise calls; calls with fewer loops are padded with loops of one element
 
 
 @dataclass(frozen=True)
 class Loops:
-    """An elementwise call as what it does in memory: how many dimensions there are, in which order, and which of them
-    have one element, does not matter to it. Sizes of one are like others."""
+    """An elementwise call reduced to its memory accesses. The number and order of dimensions no longer matter, nor
+    which of them have one element; sizes of one are like others."""
 
     args: Arguments
-    layout: Layout  # of its results, if it makes any
+    layout: Layout  # of its results, if it returns any
 
 
 def as_loops(op: OpOverload, args: Arguments, any_layout: bool) -> Loops | None:
-    """A row, where all tensors are contiguous and of one shape, those without dimensions apart, which are numbers. Into
-    `any_layout`: loops over what is written, from the widest stride to the narrowest."""
+    """The call as a single row if all tensors are contiguous and of one shape (tensors without dimensions are numbers).
+    With `any_layout` also as loops over what is written, from the widest stride to the narrowest."""
     if not facts(op).elementwise or facts(op).random or any(isinstance(x, (list, tuple)) for x in args):
         return None
     tensors = [x for x in args if isinstance(x, TensorLike)]
     shaped = [x for x in tensors if x.shape] or tensors
-    # Dtypes of tensors without dimensions count for little beside others, and as much as those of scalars on the CPU.
+    # A tensor without dimensions hardly affects type promotion beside others, but alone it counts like a CPU scalar.
     if any(0 in x.shape for x in tensors) or not shaped or not shaped[0].shape and any(
             isinstance(x, Number) for x in args):
         return None
@@ -158,24 +158,24 @@ def _fits(shape: Sequence[int], whole: Sequence[int]) -> bool:
 
 
 def _step(x: TensorLike, d: int) -> int:
-    """From an element to the next along a dimension, counted from the last."""
+    """The stride of a tensor along a dimension, counted from the last; 0 where it is broadcast."""
     return 0 if -d > len(x.shape) or x.shape[d] == 1 else x.strides[d]
 
 
 class Shapes:
-    """The class of a call, its numbers, and the sizes that tell it from others of its class."""
+    """The class of a call, its numbers, and the sizes in which it differs from other calls of its class."""
 
     def __init__(self, op: OpOverload, args: Arguments, any_layout: bool) -> None:
         self.loops = as_loops(op, args, any_layout)
         self.op, self.args = op, args if self.loops is None else self.loops.args
         self.values: list[int] = []
-        self.hints: list[int] = []  # what they are taken for while a program is made
-        self.same: list[int] = []  # for each value, the first that it is one with
+        self.hints: list[int] = []  # the example value of each while a program is traced
+        self.same: list[int] = []  # for each value, the index of the first value that it shares a symbol with
         self.numbers: list[Any] = []
-        self.empty = False  # a tensor has no elements: there is little to compile, and strides have rules of their own
+        self.empty = False  # a tensor has no elements: little to compile, and special rules for strides
         self.packed = True
-        self._places: dict[int, tuple[list[int], list[int | None], Hashable]] = {}  # of tensors among the values
-        self._last: dict[int, dict[int, int]] = {}  # by dimensions, counted from the last, and sizes
+        self._places: dict[int, tuple[list[int], list[int | None], Hashable]] = {}  # of a tensor's values
+        self._last: dict[int, dict[int, int]] = {}  # by dimension from the last, and size
         self.key: Hashable = tuple(self._of(x, str(a.type), is_size(op, a.name))
                                    for a, x in zip(op._schema.arguments, self.args, strict=True))
 
@@ -185,7 +185,7 @@ class Shapes:
 
     @property
     def identity(self) -> Hashable:
-        """What a program for one shape is made for, beside the class."""
+        """Together with the class, everything that a program for a single shape depends on."""
         return tuple(self.values), None if self.loops is None else self.loops.layout
 
     def _of(self, x: Any, kind: str, size: bool) -> Hashable:
@@ -220,7 +220,7 @@ class Shapes:
         return sizes, strides, (x.dtype, x.device, rules, x.overlaps)
 
     def _wide(self, sizes: Sequence[int]) -> list[int]:
-        """Strides with gaps, of which none is another's, nor a size: those of loops are numbers like any others."""
+        """Example strides with gaps, different from each other and from the sizes: strides of loops are arbitrary."""
         gap, strides = len(self._places) + 2, [len(self._places) + 2]
         for at in reversed(sizes[1:]):
             strides.insert(0, strides[0] * self.hints[at] + gap)
@@ -232,8 +232,9 @@ class Shapes:
         return (*(OPEN,) * (len(x.shape) - 1), 1 if x.strides[-1] == 1 else OPEN)
 
     def _size(self, n: int, from_last: int) -> int:
-        """Those that elementwise operators broadcast to one another are one; so are those of operators that trust their
-        caller, whose kernels would be asked for strides at sizes that do not fit together."""
+        """The place of a size's value. For elementwise operators, equal sizes in one dimension share a symbol, as they
+        are broadcast to one another. They also do for operators that trust their caller: with independent sizes, their
+        kernels would be asked for strides of shapes that do not fit together."""
         if not facts(self.op).elementwise and facts(self.op).checks:
             return self._value(n)
         seen = self._last.setdefault(from_last, {})
@@ -242,7 +243,7 @@ class Shapes:
         return at
 
     def symbolic(self, symbols: Sequence[Any]) -> Arguments:
-        """The call with symbols in the place of its values."""
+        """The arguments with symbols in place of the values."""
         made: dict[int, TensorLike] = {}
         used = {at for sizes, strides, _ in self._places.values() for at in (*sizes, *strides)}
         sizes = iter([symbol for at, symbol in enumerate(symbols) if at not in used])
@@ -274,14 +275,14 @@ class Shapes:
 
 @dataclass(frozen=True)
 class ClassProgram:
-    """What serves the calls of a class whose sizes meet its guards."""
+    """A program for the calls of a class whose sizes meet its guards."""
 
-    at: Maker | None  # with numbers in the place of symbols; None: what it writes to is to be resized
-    names: tuple[str, ...]  # of the values of a call
-    holds: Callable[..., bool]  # of the values of a call
-    ranges: Callable[..., Any]  # of indices; of a call that is to resize what it writes to, the shapes
-    results: Callable[..., Any]  # how they lie
-    taken: tuple[Numbers, ...]  # of the numbers that are arguments of it
+    at: Maker | None  # takes numbers for the symbols; None: an output must be resized first
+    names: tuple[str, ...]  # one for each value of a call
+    holds: Callable[..., bool]  # the guards, over a call's values
+    ranges: Callable[..., Any]  # accepted indices; or, if an output must be resized, the shapes
+    results: Callable[..., Any]  # shapes and strides of the results
+    taken: tuple[Numbers, ...]  # for each number that is an argument, the interval that eager accepts
 
     @staticmethod
     def of(p: PlainProgram) -> ClassProgram:
@@ -294,7 +295,7 @@ class ClassProgram:
             return False
         if 1 not in shapes.values or shapes.loops is not None or form.written:
             return True
-        # Eager has rules of its own for dimensions of one element: where their strides come from, whether they stay.
+        # Eager has special rules for dimensions of one element: where their strides come from, and whether they stay.
         return list(self.results(*shapes.values)) == layouts(graph_of(form, shapes.args))
 
     def served(self, shapes: Shapes) -> tuple[Run, tuple[Range, ...]]:
@@ -307,15 +308,15 @@ class ClassProgram:
 
 @dataclass
 class CallClass:
-    """Calls that differ in sizes and numbers alone."""
+    """A class of calls, which differ only in sizes and numbers, with its programs."""
 
-    numbers: list[Any]  # of the first of them
-    changed: int = 0  # at which positions other numbers were seen, as bits
-    # By the numbers that are arguments, as bits, and the others: programs, or why one is made for each shape
+    numbers: list[Any]  # of the first call
+    changed: int = 0  # bits: the positions at which other numbers were seen
+    # By the lifted numbers (as bits) and the others: the programs, or the reason why each shape needs its own.
     programs: dict[Hashable, list[ClassProgram] | str] = field(default_factory=dict)
 
     def lifting(self, numbers: list[Any]) -> int:
-        """The numbers that change from call to call, as bits; none for those that have a program of their own."""
+        """The numbers that change from call to call, as bits; 0 if there is a program for exactly these numbers."""
         if (0, str(numbers)) in self.programs:
             return 0
         for k, (x, y) in enumerate(zip(numbers, self.numbers, strict=True)):
@@ -323,17 +324,17 @@ class CallClass:
         return self.changed
 
 
-Served = tuple[Run, tuple[Range, ...], tuple[Numbers, ...], int, bool]  # lifted, whether for many shapes
+Served = tuple[Run, tuple[Range, ...], tuple[Numbers, ...], int, bool]  # lifted numbers, whether for many shapes
 
 
 class Programs:
-    """The programs of a door, by classes of calls. Both those for many shapes and those for one."""
+    """All programs of one entry point, by classes of calls: for many shapes, and for single shapes."""
 
     def __init__(self, into_any: bool = True, most_fixed: float = math.inf,
                  apart: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        self.into_any = into_any  # as `build` has it
-        self.most_fixed = most_fixed  # programs for one shape of a form
-        self.apart = apart  # within which others than the callers' threads compile
+        self.into_any = into_any  # whether outputs may have any layout, dtype or size, as in `build`
+        self.most_fixed = most_fixed  # programs for single shapes that each form may have
+        self.apart = apart  # a context for compiling in threads other than the caller's
         self._fixed: Counter[OperatorForm] = Counter()
         self._classes: OrderedDict[Hashable, CallClass] = OrderedDict()
         self._hot: OrderedDict[Hashable, Future[Run | None]] = OrderedDict()
@@ -349,7 +350,7 @@ class Programs:
             return not known
 
     def serving(self, form: OperatorForm, args: Arguments, lift: int) -> Served:
-        """What serves such calls. UnsupportedError says why there is nothing, OtherShapes what is to be resized."""
+        """The program for such calls. UnsupportedError says why there is none, OtherShapes how to resize outputs."""
         shapes = Shapes(form.op, args, self.into_any)
         why = ""
         if not shapes.empty and shapes.values:
@@ -383,7 +384,7 @@ class Programs:
     def _program(self, form: OperatorForm, shapes: Shapes, found: CallClass, lift: int) -> ClassProgram | str:
         key = lift, str(shapes.numbers if not lift else [x for k, x in enumerate(shapes.numbers) if not lift >> k & 1])
         kept = Kept((form.op, shapes.loops is not None, shapes.key, self.into_any, *key), form, shapes.args)
-        if key not in found.programs:  # those that an earlier process made
+        if key not in found.programs:  # look for programs of an earlier process
             there = [ClassProgram.of(p) for p in kept.load()]
             with self._lock:
                 found.programs.setdefault(key, there)
@@ -393,7 +394,7 @@ class Programs:
         for known in tuple(programs):
             if known.takes(form, shapes):
                 return known
-        # Without the lock: another thread, in which something is compiled, may come here.
+        # Without the lock, because another thread that compiles something may get here.
         program: ClassProgram | str
         try:
             if len(programs) == MOST_PROGRAMS:
@@ -402,9 +403,9 @@ class Programs:
                 plain_program = made(form, shapes, lift, self.into_any)
             program = ClassProgram.of(plain_program)
             if not program.holds(*shapes.values):
-                return "its sizes do not fit together"  # one for this shape says what is wrong
+                return "its sizes do not fit together"  # a program for this one shape raises the proper error
             kept.store(plain_program, len(programs))
-        except Exception as error:  # one for this shape may do, or say what is wrong
+        except Exception as error:  # a program for this one shape may work, or raise the proper error
             program = error.message if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
         with self._lock:
             if isinstance(program, str):
@@ -414,9 +415,9 @@ class Programs:
         return program
 
     def hot(self, form: OperatorForm, args: Arguments, lift: int, wait: bool) -> Run | None:
-        """A program for one shape that many calls have: begun in the background, and there once somebody waits. Rows
-        are as fast with any number of elements, and get one for the numbers of the call."""
-        if torch.are_deterministic_algorithms_enabled():  # it may add in another order than the one that served so far
+        """A program for the exact shape of a frequent call: started in the background, and returned once `wait` is set.
+        Rows run equally fast at any length, so they only get a program for the call's numbers."""
+        if torch.are_deterministic_algorithms_enabled():  # it might add in another order than the program used so far
             return None
         shapes = Shapes(form.op, args, self.into_any)
         if shapes.is_row and (lift or not shapes.numbers):
@@ -428,7 +429,7 @@ class Programs:
                 self._hot.popitem(last=False)
             return None
         begun = self._hot.pop(key, None)
-        # One that is not there yet may wait for a lock that this thread holds.
+        # If it has not finished, it may wait for a lock that this thread holds, so compile here.
         return begun.result() if begun is not None and begun.done() else self._own(form, args, shapes, lift)
 
     @untraced
@@ -439,12 +440,12 @@ class Programs:
                     return build(form, args, lift, self.into_any).run
                 program = self._program(form, shapes, self._class(class_key(form, shapes), shapes), 0)
                 return None if isinstance(program, str) else program.served(shapes)[0]
-        except Exception as error:  # what serves goes on serving
+        except Exception as error:  # the present program stays in use
             log.debug("%s has no program for one shape: %s", form.name, error)
             return None
 
 
-# One after another, in a thread that has none of its callers' modes and guards.
+# One compilation at a time, in a thread without its callers' modes and guards.
 WORKER = Pool(1, "shapes")
 
 
@@ -462,7 +463,7 @@ def made(form: OperatorForm, shapes: Shapes, lift: int, into_any: bool) -> Plain
     sizes: list[Any] = []
     names: list[str] = []
     guards: list[str] = []
-    whole = form.functional in LOWERINGS or facts(form.functional).library  # a formula for sizes of one as well
+    whole = form.functional in LOWERINGS or facts(form.functional).library  # the formula also covers sizes of one
     for k, (n, same) in enumerate(zip(shapes.values, shapes.same, strict=True)):
         names.append(f"n{k}")
         if same < k:
@@ -483,7 +484,7 @@ def made(form: OperatorForm, shapes: Shapes, lift: int, into_any: bool) -> Plain
         told = [[str(which), *(host_text(as_index(n)) for n in bounds)] for which, *bounds in made.ranges]
     except OtherShapes as other:
         told = [[text(n) for n in shape] for shape in other.shapes]
-    # What is written, in loops over it, can lie in any way: only what was taken to be one has to be.
+    # Loops over what is written work for any layout: only the equalities of shared symbols must hold.
     free = shapes.loops is not None and not results
     guards += [text(guard.expr) for guard in env.guards if not free or guard.expr.is_Equality]
     for s, bounds in () if free else env.var_to_range.items():
@@ -495,7 +496,7 @@ def made(form: OperatorForm, shapes: Shapes, lift: int, into_any: bool) -> Plain
 
 
 def text(x: Any) -> str:
-    """An expression of symbols in Python."""
+    """An expression over symbols as Python text."""
     printed: str = PythonPrinter().doprint(x.node.expr if isinstance(x, torch.SymInt) else x)
     return printed
 

@@ -1,8 +1,8 @@
 """Records the operators that a function calls as an FX graph.
 
-While torch's `make_fx` traces, its flags and patches hold for the whole process, and a compiled function that another
-thread calls then refuses to run. Programs for hot shapes are made in the background, so their calls are recorded by a
-dispatch mode, which belongs to its thread.
+While torch's `make_fx` traces, its flags and patches apply to the whole process, and a compiled function that another
+thread calls then refuses to run. Programs for frequent shapes are made in the background, so their calls are recorded
+by a dispatch mode, which is local to its thread.
 
     recorder = CallRecorder(graph, decompositions)
     recorder.add(tensor, node)
@@ -27,12 +27,12 @@ from flambeau.torch_compat.pytree import tree_map_only
 
 
 class CallRecorder(TorchDispatchMode):
-    """While it is active, each call becomes a node, or what its decomposition calls does."""
+    """While active, records each call as a node, or the calls that its decomposition makes."""
 
     def __init__(self, graph: fx.Graph, decompositions: Mapping[OpOverload, Callable[..., Any]]) -> None:
         super().__init__()
         self.graph, self.decompositions = graph, decompositions
-        self.known: dict[int, tuple[torch.Tensor, fx.Node]] = {}  # by id; the tensor is held, so that none has its id
+        self.known: dict[int, tuple[torch.Tensor, fx.Node]] = {}  # by id; holding the tensor prevents reuse of its id
 
     def add(self, x: torch.Tensor, node: fx.Node) -> None:
         self.known[id(x)] = x, node
@@ -45,7 +45,7 @@ class CallRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         named = kwargs or {}
-        if func.namespace == "prim":  # asks for a device or a layout
+        if func.namespace == "prim":  # a query for a device or layout
             return func(*args, **named)
         parts = self.decompositions.get(func) or (func.decompose if is_composite(func) else None)
         if parts is not None:

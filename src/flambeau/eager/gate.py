@@ -19,31 +19,31 @@ class Gates(Protocol):
     """The extension module."""
 
     def make(self, name: str, overload: str, key: str, device: str) -> int:
-        """A gate before one operator at one dispatch key; it exists until the process ends."""
+        """Make a gate in front of one operator at one dispatch key; it exists until the process ends."""
 
     def start(self, ask: Any, hot: Any, with_generator: None) -> None:
-        """Whom to ask about calls, as the device's gates do."""
+        """Set the functions that are asked about calls, as the device's gates do."""
 
     def open(self, gate: int, threshold: int, measured: int, capturing: Callable[[], bool] | None) -> None:
-        """Put it into the dispatch table, or change its settings if it is there."""
+        """Insert the gate into the dispatch table, or change its settings if it is there."""
 
     def close(self, gate: int) -> None:
-        """Take it out: what was there before is there again."""
+        """Remove the gate from the dispatch table, which restores the previous kernel."""
 
     def watch(self, changed: int, here: Callable[[], int]) -> None:
-        """Part of what calls are told apart by: what `here` says, once the word at the address `changed` is not 0."""
+        """Make the result of `here` part of the key of calls, once the word at the address `changed` is not 0."""
 
     def aside(self, on: bool) -> bool:
-        """Whether calls of this thread pass all gates: the compiler asks eager, and its own kernels are to answer.
-        Returns what it was before."""
+        """Set whether this thread's calls bypass all gates: when the compiler asks eager, eager's own kernels must
+        answer. Returns the previous value."""
 
     def usage(self, gate: int) -> tuple[int, int, int, int]:
-        """(calls of ours, calls of the original, kinds of calls with a program, those of them that it serves)"""
+        """(our calls, calls of the original, classes of calls that have a program, those among them that use it)"""
 
 
 @cache
 def load_gates() -> Gates:
-    """The module, out of the cache or compiled now. CompileError where there is nothing to compile with."""
+    """The extension module, from the cache or compiled now. Raises CompileError if there is no compiler."""
     if not (python_headers() / "Python.h").exists():
         raise UnsupportedError("eager operators cannot be replaced: Python.h is not installed",
                                hint="install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
@@ -53,12 +53,12 @@ def load_gates() -> Gates:
 
 
 def watched() -> tuple[int, Callable[[], int]]:
-    """What gates watch of the settings."""
+    """The two arguments of `Gates.watch`: how gates notice changed settings."""
     return ctypes.addressof(config.changed), config.variant
 
 
 def text() -> str:
-    """gate.cpp with its table of operators."""
+    """The source of gate.cpp with its table of operators filled in."""
     headers, types = cpp_names(all_forms())
     return source("gate").replace(
         "// OPERATOR HEADERS", "\n".join(f"#include <{h}>" for h in headers)).replace(

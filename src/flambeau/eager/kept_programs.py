@@ -1,7 +1,7 @@
 """Stores the programs of eager calls on disk, so that later processes do not compile them.
 
-They lie in the folder of the kernels, under what decides them: the class, the settings, releases and our source, the
-machine. `flambeau cache --export` takes them along.
+Programs are stored in the kernel cache's folder, under a key of everything they depend on: the class, the settings, the
+versions of torch and of our source, and the machine. `flambeau cache --export` includes them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .operator_forms import OperatorForm
 log = logging.getLogger(__name__)
 
 SUFFIX = ".class"
-MOST = 4  # of a class
+MOST = 4  # programs of a class
 
 
 @dataclass(frozen=True)
 class PlainProgram:
-    """What serves the calls of a class, in its last form. Texts are Python, over the names of a call's values."""
+    """A program for the calls of a class, in its final form. Texts are Python expressions over the values of a call."""
 
     package: LaunchPlan | None
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ def codec() -> Codec:
 
 
 class Kept:
-    """The places of a class on disk; none for operators of somebody else, whose formulas may change at any time."""
+    """The entries of a class on disk. Operators from outside of torch have none: their formulas may change."""
 
     def __init__(self, key: tuple[Any, ...], form: OperatorForm, args: Arguments) -> None:
         self.key, self.form, self.args = key, form, args

@@ -1,7 +1,7 @@
-"""One call of an eager operator as a graph, and the program for calls like it.
+"""Builds a graph of one eager operator call, and the program for calls like it.
 
-The graph is the functional operator; what the form writes to is written at its end. Operators that torch or we put
-together out of others are taken apart first.
+The graph contains the functional operator, and at the end a copy into the arguments that the form writes to. Composite
+operators, torch's or ours, are decomposed first.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class TensorLike:
-    """What a program depends on of a tensor, without holding its memory."""
+    """The properties of a tensor that a program depends on, without its memory."""
 
-    shape: tuple[Any, ...]  # of ints, or of SymInts in a program for many shapes
+    shape: tuple[Any, ...]  # ints, or SymInts in a program for many shapes
     strides: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
     overlaps: bool
-    same: int  # the first tensor of the call that it is one with, or itself: what the gate's key says, and no more
+    same: int  # index of the first argument that is the same tensor; the gate's key says no more
 
     @property
     def is_dense(self) -> bool:
@@ -79,9 +79,9 @@ class Number:
 
 
 def described(args: Arguments, same: Iterable[int] | None = None, numbers: bool = False) -> Arguments:
-    """The arguments of a call with descriptions in place of tensors; `numbers`: scalars on the CPU by their value.
+    """The arguments of a call with descriptions in place of tensors; `numbers`: CPU scalars are described by value.
 
-    `same`: for each tensor the first that it is one with; by default, none is another's.
+    `same`: for each tensor, the index of the first one that is the same object; by default all are different.
     """
     which = count() if same is None else iter(same)
 
@@ -99,7 +99,7 @@ def described(args: Arguments, same: Iterable[int] | None = None, numbers: bool 
 
 
 def is_number(x: Any, kind: str) -> bool:
-    """Whether an argument is among the numbers of a call, as a gate counts them; `kind`: its type in the schema."""
+    """Whether an argument is one of a call's numbers, as the gate counts them; `kind`: its type in the schema."""
     return isinstance(x, Number) or (isinstance(x, (int, float)) and (
         kind == "number" and not isinstance(x, bool) or kind in ("Tensor", "Optional[Tensor]")))
 
@@ -109,7 +109,7 @@ def plain(x: Any) -> bool | int | float:
 
 
 def map_numbers(op: OpOverload, args: Arguments, change: Callable[[int, Any], Any]) -> Arguments:
-    """The call with what `change` makes of the position and the value of each of its numbers."""
+    """The call with each number replaced by `change(position, value)`."""
     position = count()
 
     def mapped(x: Any, kind: str) -> Any:
@@ -130,31 +130,31 @@ def numbers_of(op: OpOverload, args: Arguments) -> list[Any]:
 
 
 class OtherShapes(Exception):
-    """What a call writes to must have these sizes first, and, if it had others, the strides behind them."""
+    """Raised if outputs must first be resized: holds the new sizes of each, followed by the strides after a resize."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         self.shapes = shapes
 
 
-# A tensor of the call, and the least and the most that its values may be: ints, or what follows from symbols.
+# The index of a tensor of the call, and the smallest and largest value it may contain: ints or symbolic expressions.
 Range = tuple[int, Any, Any]
 
 
 class Built(NamedTuple):
     run: Run  # takes the tensors of a call as a list, in order, and returns the results
-    ranges: tuple[Range, ...]  # what its kernels accept of those tensors that are indices as they are
+    ranges: tuple[Range, ...]  # accepted values of the tensors that are used as indices
     package: LaunchPlan  # for calls with symbols: its maker takes numbers in their place
     results: list[tuple[Any, ...]]  # shapes and strides
 
 
 def build(form: OperatorForm, args: Arguments, lift: int = 0, into_any: bool = False, env: Any = None,
           layout: bool = False) -> Built:
-    """What serves such calls.
+    """Build the program for such calls.
 
-    `into_any`: also where what the call writes to has gaps or another dtype, or has to be resized (OtherShapes).
-    The numbers of the call that `lift` has bits for follow in the list, as words of 64 bits; then the arguments that
-    are symbols of the shape environment `env`. `layout`: that of the results is given later. UnsupportedError says why
-    there is none.
+    `into_any`: also accept outputs with gaps or another dtype, or that must be resized (OtherShapes). Numbers of the
+    call with a bit in `lift` are passed after the tensors, as 64-bit words; after them come the arguments that are
+    symbols of the shape environment `env`. `layout`: the layout of the results is passed later. Raises UnsupportedError
+    with the reason if there is no program.
     """
     graph = graph_of(form, args, lift, into_any, env)
     if env is not None:
@@ -164,7 +164,7 @@ def build(form: OperatorForm, args: Arguments, lift: int = 0, into_any: bool = F
             isinstance(s, Call) and isinstance(s.target, OpOverload) for s in made.program.steps):
         raise not_lowered(made.captured, get_target(made.package.target))
     if form.op is aten.copy_.default and any(isinstance(s, Copy) for s in made.program.steps):
-        raise UnsupportedError("the copy cannot be made in one step")  # another is this operator again
+        raise UnsupportedError("the copy cannot be made in one step")  # otherwise it would call this operator again
     for kernel in (made.build.wait() if made.build is not None else {}).values():
         if isinstance(kernel, CompileError):
             raise kernel
@@ -177,14 +177,14 @@ def build(form: OperatorForm, args: Arguments, lift: int = 0, into_any: bool = F
 
 
 def layouts(graph: fx.GraphModule) -> list[tuple[Any, ...]]:
-    """Sizes of the results, and strides behind them."""
+    """The sizes of each result, followed by its strides."""
     results = next(n for n in reversed(graph.graph.nodes) if n.op == "output").args[0]
     return [(*n.meta["val"].shape, *n.meta["val"].stride()) for n in results if n is not None]
 
 
 def at_least_one(env: Any) -> None:
-    """Torch traces symbols as numbers from two on. Loops that are made for those are right for one as well, if nothing
-    in them is left out because there are two."""
+    """Extend the range of symbols, which torch traces as at least two, down to one. Loops for larger sizes are right
+    for one too, unless something in them was dropped because the size is at least two."""
     for s, bounds in env.var_to_range.items():
         if bounds.lower == 2:
             env.var_to_range[s] = type(bounds)(1, bounds.upper)
@@ -199,7 +199,7 @@ def not_lowered(captured: Captured, target: Target) -> UnsupportedError:
 
 
 def accepted(captured: Captured) -> tuple[Range, ...]:
-    """Of tensors whose values are indices."""
+    """The accepted values of those tensors that are used as indices."""
     position = {name: k for k, name in enumerate(captured.graph.arguments)}
     found: dict[Range, None] = {}
     for e in walk(*(e for node in captured.graph.nodes for e in node.exprs())):
@@ -207,7 +207,7 @@ def accepted(captured: Captured) -> tuple[Range, ...]:
             continue
         size = e.attr.size
         if size is ZERO:
-            raise UnsupportedError("what it indexes has no elements")  # who is asked instead says what is wrong
+            raise UnsupportedError("what it indexes has no elements")  # eager then raises the proper error
         loads = [x for x in walk(e.args[0]) if x.op == "load"]
         if len(loads) != 1 or len(e.args) > 1 or loads[0].attr[0] not in position or any(
                 isinstance(a, Dyn) for a in size.atoms()):
@@ -229,12 +229,12 @@ def graph_of(form: OperatorForm, args: Arguments, lift: int = 0, into_any: bool 
 class _Graph:
     def __init__(self, form: OperatorForm, args: Arguments, lift: int, into_any: bool) -> None:
         self.form, self.args, self.lift, self.into_any = form, args, lift, into_any
-        self.count = 0  # of numbers so far, as the gate counts them
+        self.count = 0  # numbers so far, in the gate's order
         self.graph = fx.Graph()
         self.held: dict[str, torch.Tensor] = {}
         self.same: dict[int, fx.Node] = {}
         self.numbers: list[tuple[Any, RunNumber]] = []
-        self.whole: tuple[Any, Any] | None = None  # arguments of a call that is taken apart
+        self.whole: tuple[Any, Any] | None = None  # the arguments of a call that is decomposed
 
     def made(self) -> fx.GraphModule:
         form, schema = self.form, self.form.op._schema.arguments
@@ -248,7 +248,7 @@ class _Graph:
             like = targets[0].meta["val"]
             given |= {"dtype": like.dtype, "device": like.device}
             by_name |= {"dtype", "device"}
-        elif self.into_any and targets and "dtype" in given and given["dtype"] is None:  # sums are taken in that
+        elif self.into_any and targets and "dtype" in given and given["dtype"] is None:  # sums are computed in it
             given["dtype"] = targets[0].meta["val"].dtype
         results = self.call(tuple(x for name, x in given.items() if name not in by_name),
                             {name: x for name, x in given.items() if name in by_name})
@@ -263,10 +263,10 @@ class _Graph:
                 node = self.graph.call_function(aten.copy_.default, (target, result))
                 node.meta["val"] = target.meta["val"]
         self.graph.output([] if targets else results)
-        return LazyGraphModule(self.held, self.graph)  # nobody needs its Python, which not every name allows
+        return LazyGraphModule(self.held, self.graph)  # its Python code is not needed, and some names are invalid in it
 
     def shaped(self, result: fx.Node, shape: torch.Size) -> fx.Node:
-        """The result in that shape, if it has as many elements."""
+        """Reshape the result to this shape, if it has the same number of elements."""
         val = result.meta["val"]
         if val.shape == shape or val.numel() != shape.numel():
             return result
@@ -303,7 +303,7 @@ class _Graph:
         return lifted
 
     def later(self, x: Any, kind: RunNumber) -> RunNumber:
-        """Placeholders of numbers come after those of tensors."""
+        """Defer a number's placeholder, because numbers come after tensors."""
         self.numbers.append((x, kind))
         return kind
 
@@ -318,7 +318,7 @@ class _Graph:
         return node
 
     def size(self, x: Any) -> Any:
-        """Placeholders of sizes that are arguments come last."""
+        """Make a placeholder for a size argument; these come last."""
         if not isinstance(x, torch.SymInt):
             return x
         node = self.graph.placeholder(f"size{len(self.graph.nodes)}")
@@ -350,7 +350,7 @@ class _Graph:
         return [None if x is None else recorder.node(x) for x in made]
 
     def lay_out(self, results: list[Any]) -> None:
-        """What is made of several operators lies as eager's one lays it out, and not as the last of them does."""
+        """Give a decomposed call's results the layout of eager's operator, not that of the decomposition's last one."""
         if self.whole is None or self.form.written or is_view(self.form.op):
             return
         said = [None if r is None else r.meta["val"] for r in results]
@@ -364,7 +364,7 @@ class _Graph:
                 r.meta["val"] = val
 
     def check(self, given: Sequence[Any], results: Sequence[Any]) -> None:
-        """What takes the results can take them. Torch resizes and casts where it must."""
+        """Check that the outputs can hold the results. Torch resizes and casts where necessary."""
         made = [r.meta["val"] for r in results]
         if len(given) != len(made) or not all(isinstance(x, TensorLike) for x in given):
             raise UnsupportedError("what it writes to is not there")

@@ -1,8 +1,8 @@
 """The eager operators that can be replaced, by group, and the forms in which each is called.
 
-A group is what a target knows: `Target.wins` says from how many elements its kernels of a group beat those of
-torch. Which operators are in one, their lowerings say (`@lower(..., group=...)`); how out= and in-place forms come from
-the functional one is read off their schemas, in `forms`.
+Targets decide by group: `Target.wins` says from how many elements a target's kernels of a group are faster than
+torch's. Lowerings name the group of their operator (`@lower(..., group=...)`). How out= and in-place forms relate to
+the functional one is derived from their schemas, in `forms`.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from flambeau.ops import LOWERINGS, ops_loaded
 from flambeau.ops.facts import described, facts, name_of, overloads_named
 from flambeau.torch_compat.ops import OpOverload
 
-# Arguments that say where a tensor lies: such operators allocate, and call others to fill what they allocated.
+# Arguments that decide where a tensor is: such operators allocate, and call others to fill the memory.
 PLACES = {"device", "layout", "memory_format", "pin_memory", "names"}
 
 
-# Operators for which one size tells whether a kernel of ours is the better one: the arguments whose largest decides
-# (none: all of them), and what torch's own kernels leave on the table.
+# Groups of operators for which one size decides whether our kernel is faster. Each names the arguments whose largest
+# size counts (none: all of them). The comments say what makes torch's own kernels slow.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "cumulative": (),  # each line on its own, one element after another: across rows every element is a new cache line
+    "cumulative": (),  # each line sequentially by itself: across rows, every element touches a new cache line
     "max pooling": (),  # windows one by one, without vectors in the usual layout
     "average pooling": (),  # windows one by one, without vectors in the usual layout
     "adaptive pooling": (),  # the bounds of every window by division
     "unpooling": (),  # zeros first, then single writes
     "resizing": (),  # one output after another, by indices and weights
-    "grid sampling": (),  # gradients by atomic additions where threads are many
-    "volume sampling": (),  # eight corners in scalar code; gradients by atomic additions where threads are many
+    "grid sampling": (),  # gradients by atomic additions if there are many threads
+    "volume sampling": (),  # eight corners in scalar code; gradients by atomic additions if there are many threads
     "embedding gradient": ("indices",),  # row after row
     "embedding bags": ("indices",),  # maxima element by element
-    "embedding bag gradients": ("indices",),  # indices are sorted and counted in passes of their own
+    "embedding bag gradients": ("indices",),  # indices are sorted and counted in separate passes
     "writes by row": ("source", "values"),  # rows one after another, or atomic additions
     "writes by element": ("index",),  # elements one after another, or atomic additions
-    "reads by element": ("index",),  # an address for each element
+    "reads by element": ("index",),  # an address computation for each element
     "softmax": (),  # rows in several passes, columns in strided reads
-    "layer norm": (),  # statistics and result in passes of their own
-    "dropout": (),  # mask and product take longer than their bytes
+    "layer norm": (),  # separate passes for statistics and result
+    "dropout": (),  # computing mask and product takes longer than moving their bytes
     "draws": (),  # one number after another from a sequential generator
-    "statistics": (),  # moments in double precision and places of extrema one by one; logsumexp as five operators
-    "extrema": (),  # those of a dimension one by one, with their places
+    "statistics": (),  # moments in double precision, and positions of extrema, one by one; logsumexp as five operators
+    "extrema": (),  # along a dimension one by one, with their positions
     "activations": (),  # slower exponentials and logarithms
     "light activations": (),  # nothing: bound by memory, as ours are
 }
@@ -53,17 +53,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class OperatorForm:
-    """One operator as it is called: it returns its results, or writes them into arguments."""
+    """One form of an operator: it returns its results, or writes them into arguments."""
 
     op: OpOverload
-    functional: Callable[..., Any]  # what it computes; mostly an operator itself
+    functional: Callable[..., Any]  # computes the same; usually an operator itself
     group: str
-    written: tuple[int, ...]  # positions of the arguments that take the results, in their order
-    factory: bool = False  # dtype and device of what it writes to are arguments of the functional form
+    written: tuple[int, ...]  # positions of the arguments that receive the results, in order
+    factory: bool = False  # the functional form also takes dtype and device, here those of the output
 
     @property
     def name(self) -> str:
-        """As torch.ops has it, the overload left out if it is the default."""
+        """The name in torch.ops, without the overload if that is the default."""
         return str(self.op).removesuffix(".default")
 
     @property
@@ -73,11 +73,11 @@ class OperatorForm:
 
     @property
     def inputs(self) -> list[int]:
-        """Positions of the functional form's arguments among those of this one."""
+        """The positions of the functional form's arguments among this form's arguments."""
         return [k for k, a in enumerate(self.op._schema.arguments) if not a.is_out]
 
     def measured(self) -> int:
-        """The arguments whose size counts, as bits."""
+        """The arguments whose size counts for the threshold, as bits."""
         names = GROUPS[self.group]
         arguments = self.op._schema.arguments
         chosen = [k for k, a in enumerate(arguments) if a.name in names]
@@ -90,16 +90,16 @@ def base(op: OpOverload) -> str:
 
 @cache
 def all_forms() -> tuple[OperatorForm, ...]:
-    """Every form of every operator of the groups that has a lowering."""
+    """Every form of every operator that is in a group and has a lowering."""
     ops_loaded()
     named = {op if isinstance(op, str) else name_of(op): group for op, group in described("group") if group}
     found = (form for name, group in named.items() for form in forms(name, LOWERINGS, group))
-    # What torch generated calls another form of the operator, which may be ours already.
+    # Forms generated by torch call another form of the operator, which may be replaced by ours already.
     return tuple(form for form in found if torch.Tag.generated not in form.op.tags)
 
 
 def forms(operator: str, functional: Container[OpOverload], group: str = "") -> Iterator[OperatorForm]:
-    """The forms of an operator that compute what one of its functional forms does."""
+    """The forms of an operator that compute the same as one of its functional forms."""
     own = overloads_named((operator,))
     takes = {_given(op): op for op in own if op in functional}
     for op in (*own, *overloads_named(facts(own[0]).in_place if own else ())):
@@ -107,7 +107,7 @@ def forms(operator: str, functional: Container[OpOverload], group: str = "") -> 
         if found is None:
             continue
         written = tuple(k for k, a in enumerate(op._schema.arguments) if a.is_write)
-        # Of several arguments, the schema says in which order they take results only if they are for nothing else.
+        # With several outputs, the schema only tells which result each one receives if they are pure outputs.
         plain = len(written) == 1 or all(op._schema.arguments[k].is_out for k in written)
         if not written or plain and len(written) == len(found._schema.returns):
             yield OperatorForm(op, found, group, written, any(a.name == "dtype" for a in found._schema.arguments)
@@ -115,14 +115,14 @@ def forms(operator: str, functional: Container[OpOverload], group: str = "") -> 
 
 
 def _given(op: OpOverload) -> tuple[tuple[str, str], ...]:
-    """The arguments that form and functional form share."""
+    """The arguments that a form has in common with its functional form."""
     places = any(a.name in PLACES for a in op._schema.arguments)
     return tuple((a.name, str(a.type)) for a in op._schema.arguments
                  if not a.is_out and a.name not in PLACES and not (places and a.name == "dtype"))
 
 
 def wanted(wins: Mapping[str, int], only: Any, exclude: Any, default: int) -> dict[OperatorForm, int]:
-    """The forms to replace, with the number of elements from which: those of `wins`, or what `only` names."""
+    """The forms to replace, each with its minimum number of elements: those in `wins`, or those that `only` names."""
     chosen, left = names(only), names(exclude)
     thresholds = wins if chosen is None else {name: wins.get(name, default) for name in GROUPS}
     left = left or set()
@@ -132,7 +132,7 @@ def wanted(wins: Mapping[str, int], only: Any, exclude: Any, default: int) -> di
 
 
 def names(given: str | Iterable[str] | None) -> set[str] | None:
-    """Groups and operators, as the user may write them: "cumsum", "aten.cumsum", "aten::cumsum_"."""
+    """Group and operator names from the user's spelling: "cumsum", "aten.cumsum", "aten::cumsum_"."""
     if given is None:
         return None
     asked = {given} if isinstance(given, str) else set(given)
@@ -152,7 +152,7 @@ def _known(name: str, operators: set[str]) -> str | None:
 
 
 def cpp_names(forms: Sequence[OperatorForm]) -> tuple[list[str], list[str]]:
-    """(headers, types) of ATen in which C++ finds the signatures. Of operators of other libraries it knows none."""
+    """(headers, types) of ATen that declare the forms' signatures in C++. Operators of other libraries have none."""
     forms = [form for form in forms if form.op.namespace == "aten"]
     headers = sorted({f"ATen/ops/{form.operator}_ops.h" for form in forms})
     types = [f"at::_ops::{base(form.op)}" + ("" if form.op._overloadname == "default" else f"_{form.op._overloadname}")

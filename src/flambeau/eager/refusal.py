@@ -1,8 +1,8 @@
 """Tries a call on the CPU before it is compiled for the device, so that eager's errors are raised.
 
-A lowering says what an operator computes, and would do so for truth values that eager does not subtract, or a source of
-another shape than its index. What an operator checks stands in its kernels alone; so they are asked. A program that
-takes numbers as arguments serves those that eager takes as well: between which they lie is found by trials, too.
+A lowering says what an operator computes, and would also compute it for arguments that eager rejects: the difference of
+booleans, or a source whose shape differs from its index. Only eager's kernels contain the checks, so they are called. A
+program that takes numbers as arguments serves every number that eager accepts; the bounds are found by trials too.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from flambeau.torch_compat.ops import OpOverload
 
 from .one_call import Number, TensorLike, map_numbers, numbers_of, plain
 
-# Elements of all tensors together, up to which a call is tried as it is: it takes less time than its graph does. Larger
+# Calls with up to this many elements in all tensors are tried as they are: that is faster than tracing them. Larger
 # ones are tried with smaller tensors.
 _ELEMENTS = 1 << 14
-_KEPT = 4  # sizes up to this stay as they are
+_KEPT = 4  # sizes up to this are not reduced
 
 _MASKS = (torch.bool, torch.uint8)
 _META = torch.device("meta")
 
 
 def refusal(op: OpOverload, args: tuple[Any, ...]) -> Exception | None:
-    """The error that eager raises for such a call whatever is in its tensors: with zeros, and with ones as well."""
+    """The error that eager raises for such a call whatever the tensors contain: with all zeros and with all ones."""
     if not _asked(op, args):
         return None
     if _decides_sizes(op) and math.prod(_numbers(args)) > _ELEMENTS:
@@ -44,26 +44,26 @@ def refusal(op: OpOverload, args: tuple[Any, ...]) -> Exception | None:
         return _tried(op, args)
     if few is None or (error := _tried(op, few)) is None:
         return None
-    # It may be that smaller tensors do not fit together.
+    # The reduced sizes may be what does not fit together.
     return error if _raises(op, args, _META) or not _raises(op, few, _META) else None
 
 
 def _asked(op: OpOverload, args: tuple[Any, ...]) -> bool:
     known = facts(op)
     if op.namespace not in SPACES:
-        return False  # what somebody else's kernel does besides computing, nobody knows: it is not tried
+        return False  # a kernel from outside of torch may have unknown effects, so it is not called
     masked = known.masks and any(t.dtype in _MASKS for t in _tensors(args[1]))
-    return known.checks and not masked  # how many values there should be, is in the mask
+    return known.checks and not masked  # the required number of values depends on the mask's content
 
 
 def _tried(op: OpOverload, args: tuple[Any, ...]) -> Exception | None:
     error: Exception | None = None
-    for value in (0, 1):  # zeros are indices and no divisors, ones are divisors and seldom indices
+    for value in (0, 1):  # zeros are valid indices but bad divisors; ones are good divisors but may be bad indices
         error = _raises(op, args, CPU, value)
         if error is None:
             return None
         if isinstance(error, NotImplementedError):
-            # The CPU may lack an operator, or small floats, that we have.
+            # The CPU may lack an operator, or a small float dtype, that our device supports.
             if "not implemented for '" not in str(error):
                 return None
             wide = _mapped(args, lambda t: replace(t, dtype=torch.float32) if t.dtype in SMALL else t)
@@ -84,7 +84,7 @@ def _raises(op: OpOverload, args: tuple[Any, ...], device: torch.device, value: 
 
 
 def _decides_sizes(op: OpOverload) -> bool:
-    """Whether plain arguments may say how large the results are."""
+    """Whether arguments other than tensors may determine the sizes of the results."""
     return "SymInt" in str(op._schema) or all(a.is_out for a in op._schema.arguments if "Tensor" in str(a.type))
 
 
@@ -111,7 +111,7 @@ def _mapped(x: Any, change: Callable[[TensorLike], Any]) -> Any:
 
 
 def _filled(x: Any, device: torch.device, value: int, made: dict[int, torch.Tensor]) -> Any:
-    """`made`: the tensors so far. Those that are one in the call are one here: some operators refuse that."""
+    """Replace descriptions by filled tensors. `made`: the tensors so far, some operators reject identical ones."""
     def fill(t: TensorLike) -> torch.Tensor:
         if t.same not in made:
             made[t.same] = torch.empty_strided(t.shape, t.strides, dtype=t.dtype, device=device).fill_(value)
@@ -124,8 +124,8 @@ def _filled(x: Any, device: torch.device, value: int, made: dict[int, torch.Tens
 
 
 def _fewer(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The call with smaller tensors where it is large: equal sizes stay equal, larger ones larger. None if it has too
-    many dimensions for that, or arguments that are sizes as well."""
+    """Reduce large tensors of a call; equal sizes stay equal, larger ones larger. None if there are too many
+    dimensions, or if other arguments are sizes too."""
     if _elements(args) <= _ELEMENTS:
         return args
     if _decides_sizes(op):
@@ -150,19 +150,19 @@ def _elements(args: tuple[Any, ...]) -> int:
 
 # ---- numbers ---------------------------------------------------------------------------------------------
 
-Numbers = tuple[int, bool, float, float]  # which number of the call, whether it is a float, the least and the most
+Numbers = tuple[int, bool, float, float]  # position in the call's numbers, whether a float, minimum, maximum
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Operators refuse numbers beyond a dtype's range, or on one side of zero or one.
+# Operators reject numbers outside a dtype's range, or on one side of zero or one.
 _WHOLE = sorted({-1, 0, 1, *(x for t in _INTEGERS for x in (torch.iinfo(t).min, torch.iinfo(t).max))})
 _POSITIVE = (5e-324, math.nextafter(1, 0), 1.0, math.inf, *(torch.finfo(t).max for t in _FLOATS))
 _REAL = sorted({0.0, *(float(x) for x in _WHOLE), *_POSITIVE, *(-x for x in _POSITIVE)})
 
 
 def taken(op: OpOverload, args: tuple[Any, ...], lift: int) -> tuple[Numbers, ...]:
-    """Between which bounds eager takes the numbers of a call that are arguments of its program. UnsupportedError where
-    what it takes of one depends on another, or what it returns is as large as they say."""
+    """The intervals in which eager accepts the numbers that are arguments of a call's program. Raises UnsupportedError
+    if the range of one depends on another, or if numbers determine the size of the results."""
     if all(a.is_out for a in op._schema.arguments if "Tensor" in str(a.type)):
         raise UnsupportedError("its numbers may say how large it is")
     few = _fewer(op, args) if _asked(op, args) else None
@@ -177,7 +177,7 @@ def taken(op: OpOverload, args: tuple[Any, ...], lift: int) -> tuple[Numbers, ..
 
 
 def _runs(op: OpOverload, args: tuple[Any, ...] | None, k: int, x: Any) -> Iterator[tuple[Any, Any]]:
-    """The least and the most of neighbours among the numbers that are tried, all of which eager takes."""
+    """The first and last number of each run of adjacent trial numbers that eager accepts."""
     tried: list[Any] = list(_REAL if isinstance(plain(x), float) else _WHOLE)
     if args is None:
         yield tried[0], tried[-1]
@@ -192,6 +192,6 @@ def _runs(op: OpOverload, args: tuple[Any, ...] | None, k: int, x: Any) -> Itera
 
 
 def _with(op: OpOverload, args: tuple[Any, ...], values: dict[int, Any]) -> tuple[Any, ...]:
-    """The call with other numbers."""
+    """The call with some numbers replaced."""
     return map_numbers(op, args, lambda k, x: x if k not in values else replace(x, value=values[k]) if isinstance(
         x, Number) else values[k])

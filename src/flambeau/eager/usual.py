@@ -1,7 +1,7 @@
 """Common eager calls, which `flambeau warm` makes to compile their programs ahead of time.
 
-Each row is a part of a model, forward and backward, or an optimizer's steps, at sizes that tell the classes apart: a
-batch of several and one of one, as in training and decoding. Other sizes of a class need no program of their own.
+Each row is a part of a model, forward and backward, or the steps of optimizers. The sizes cover the different classes:
+a batch of several and a batch of one, as in training and decoding. Other sizes of a class need no other program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SIZES = ((3, 20), (2, 33), (1, 1))  # batch, length
-LARGE = ((24, 1000), (25, 1003))  # from which on `accelerate` looks at calls
+LARGE = ((24, 1000), (25, 1003))  # large enough for `accelerate` to consider
 WIDTH, HEADS, WORDS = 48, 4, 97
 
 
@@ -118,4 +118,4 @@ USUAL: dict[str, Callable[[Place], None]] = {
         arithmetic, activations, reductions, norms, products, attention, words, images)},
     "optimizers": optimizers,
 }
-REPLACED = ("activations", "reductions", "norms", "words", "images", "optimizers")  # what `accelerate` looks at
+REPLACED = ("activations", "reductions", "norms", "words", "images", "optimizers")  # calls that `accelerate` replaces

@@ -25,8 +25,8 @@ from .nodes import Node
 
 @dataclass(frozen=True)
 class Listed:
-    """Blocks that are listed in memory: for block `at` of the one side there are `count` blocks of the other side, and
-    number `step` of them is `block`."""
+    """A list of blocks in memory: for block `at` of one side there are `count` blocks of the other side, and the one
+    with number `step` is `block`."""
 
     at: Sym
     step: Sym
@@ -36,8 +36,8 @@ class Listed:
 
 @dataclass(frozen=True)
 class Lists:
-    """The blocks that are computed, `high` rows by `wide` columns each; others are as if the mask held nowhere in them.
-    In those of `whole` the mask holds everywhere. `by_column`: the same lists for blocks of columns."""
+    """The blocks to compute, `high` rows by `wide` columns each; in all others the mask counts as false. In the blocks
+    of `whole` the mask holds everywhere. `by_column`: the same lists for blocks of columns."""
 
     high: int
     wide: int
@@ -49,23 +49,24 @@ class Lists:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a gradient is computed from, beside the attention: the gradient of its result, the logarithms of the rows'
-    sums, and for each row the sum over `width` of result times gradient."""
+    """The inputs of a gradient in addition to those of the attention: the gradient of its result, the logarithms of the
+    rows' sums, and for each row the sum over `width` of result times gradient."""
 
     result: Expr  # the gradient of out, over batch, group, row and width
     logs: Expr  # to the base of two, over batch, group and row
     inner: Expr  # over batch, group and row
     given: Expr  # a carry: the gradient of the natural score at a point
     slope: Expr  # over `product` and `given`: the gradient of scale * product
-    scale: Expr  # the same everywhere
-    captured: tuple[Expr, ...] = ()  # over both: at each point it is added to the gradient of a tensor of the score
+    scale: Expr  # does not vary
+    # over `product` and `given`: at each point it is added to the gradient of a tensor that the score reads
+    captured: tuple[Expr, ...] = ()
 
 
 @dataclass(frozen=True)
 class Attention(Node):
-    """names: out, and to the base of two the logarithms of the rows' sums and their largest scores. With a gradient:
-    the gradients of query, key and value, and of whatever is captured. `places`: the element of each that a point
-    writes, or adds to."""
+    """The attention node. Names: out, and to the base of two the logarithms of the rows' sums and their largest scores.
+    With a gradient: the gradients of query, key and value, and of captured tensors. `places`: for each of them, the
+    element that a point writes, or adds to."""
 
     kind: ClassVar[str] = "contract"
     places: tuple[tuple[Index, ...], ...]
@@ -81,7 +82,7 @@ class Attention(Node):
     product: Expr  # a carry
     score: Expr  # to the base of two, in the dtype of sums
     mask: Expr | None = None
-    keep: Expr | None = None  # a factor of p that the sum of a row does not see: dropout
+    keep: Expr | None = None  # a factor of p that is not part of the row's sum: dropout
     lists: Lists | None = None
     gradient: Gradient | None = None
     tf32: bool = field(default=False, kw_only=True)  # factors in float32 may be rounded to what tensor cores take
@@ -94,19 +95,19 @@ class Attention(Node):
 
     @property
     def dtype(self) -> DType:
-        """Of sums."""
+        """The dtype of sums."""
         return self.product.dtype
 
     def exprs(self) -> tuple[Expr, ...]:
         return tuple(_exprs(self))
 
     def factors(self) -> tuple[Expr, ...]:
-        """What is read as it lies in memory, tile by tile."""
+        """The expressions that are loaded tile by tile."""
         g = self.gradient
         return (self.query, self.key, self.value, *((g.result, g.logs, g.inner) if g else ()))
 
     def mapped(self, fn: Callable[[Expr], Expr]) -> Attention:
-        """With `fn` applied to every expression, those inside of indices included."""
+        """Returns the node with `fn` applied to every expression, including those inside indices."""
         return replace(self, **{f.name: _mapped(getattr(self, f.name), fn) for f in fields(self)})
 
 

@@ -40,7 +40,7 @@ Body = Callable[[tuple[Index, ...]], Expr]
 
 @contextmanager
 def building(graph: Graph, origin: str = "") -> Iterator[Graph]:
-    """Within this block, lowerings add their nodes to `graph`."""
+    """Makes lowerings within this block add their nodes to `graph`."""
     token, named = _current.set(graph), _origin.set(origin)
     try:
         yield graph
@@ -54,22 +54,23 @@ def graph() -> Graph:
 
 
 def origin() -> str:
-    """The operator that is lowered."""
+    """The operator that is being lowered."""
     return _origin.get()
 
 
 def policy() -> Policy:
-    """Of the current graph: what it may compute otherwise than eager."""
+    """The numerics policy of the current graph: where it may compute differently from eager."""
     return graph().policy
 
 
 def contracts() -> bool:
-    """Whether the operator that is lowered shall be a kernel where a library has one, too."""
+    """Whether the operator that is being lowered becomes a kernel even where a library has one."""
     return graph().capabilities.contracts or _origin.get() in graph().own
 
 
 def pointwise(shape: Sequence[IndexLike], body: Body, dtype: DType | None = None, laid: bool = False) -> Value:
-    """The value of `shape` whose element i is body(i); `laid`: in memory, the last dimension contiguous."""
+    """Returns the value of `shape` whose element i is body(i). `laid`: it is stored in memory, with the last dimension
+    contiguous."""
     g = graph()
     vars = dim_vars(shape)
     e = body(as_indices(vars))
@@ -80,7 +81,8 @@ def pointwise(shape: Sequence[IndexLike], body: Body, dtype: DType | None = None
 
 
 def run_number(found: Host, dtype: DType) -> Value:
-    """A number of the run, in a word of 64 bits: `found` is that of a double for what is no whole number."""
+    """Returns a number known only at run time, passed in a word of 64 bits. For a float, `found` computes the bits of a
+    double."""
     g = graph()
     word = next((s for s, known in g.numbers.items() if known == found), Sym(f"{WORD}{len(g.numbers)}", lo=None))
     g.numbers[word] = found
@@ -89,14 +91,15 @@ def run_number(found: Host, dtype: DType) -> Value:
 
 
 def is_word(e: Expr) -> bool:
-    """Whether it is a number of the run as it comes: the bits of a double."""
+    """Whether this is a run-time float as it arrives: a word reinterpreted as a double."""
     return e.op == "bitcast" and e.args[0].op == "index"
 
 
 def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,
            body: Callable[[tuple[Index, ...]], Expr | tuple[Expr, ...]], keepdim: bool = False
            ) -> tuple[Value, ...]:
-    """One value per component of `combine`: body over `shape`, combined over `axes`; over none, the body itself."""
+    """Returns one value per component of `combine`: body over `shape`, combined over `axes`. Without axes, the body
+    itself."""
     g = graph()
     vars = dim_vars(shape)
     reduced = frozenset(axes)
@@ -112,10 +115,12 @@ def reduce(shape: Sequence[IndexLike], axes: Sequence[int], combine: Combine,
 def contract(shape: Sequence[IndexLike], depth: Sequence[IndexLike], left: Body, right: Body, dtype: DType,
              kind: str = "product", promoted: int = 0,
              ragged: tuple[int, Sym | int, Callable[[Index], Expr]] | None = None) -> Value:
-    """The value of `shape` that sums left(i) * right(i) over `depth`, whose indices come last in i; in `dtype`.
+    """Returns the value of `shape` that sums left(i) * right(i) over `depth`, in `dtype`. The indices of the depth come
+    last in i.
 
-    See `Contract` for `promoted`, and for what is `ragged`: the place of the variable, the part, or its place, and
-    where a part ends."""
+    See `Contract` for `promoted`. `ragged` is the position of the ragged variable, the variable of parts or its
+    position, and a function that returns where a part ends (see `Ragged`).
+    """
     g = graph()
     kept = [as_index(n) for n in shape]
     vars = dim_vars((*kept, *depth))
@@ -140,7 +145,7 @@ def _always(e: Expr) -> Body:
 
 
 def unsqueeze(v: Value, axes: Sequence[int]) -> Value:
-    """Size-1 dimensions put in so that they stand at `axes` (ascending) of the result."""
+    """Returns a view with size-1 dimensions inserted, so that they are at `axes` (ascending) of the result."""
     shape: list[Index] = list(v.shape)
     for a in axes:
         shape.insert(a, as_index(1))
@@ -169,10 +174,11 @@ def scan(shape: Sequence[IndexLike], axis: int, combine: Combine,
          body: Callable[[tuple[Index, ...]], Expr | tuple[Expr, ...]], reverse: bool = False,
          dtypes: Sequence[DType] | None = None,
          finish: Callable[[tuple[Expr, ...]], tuple[Expr, ...]] | None = None) -> tuple[Value, ...]:
-    """One value per component of `combine`: body combined along `axis` from the start up to each point.
+    """Returns one value per component of `combine`: body combined along `axis` from the start up to each point.
 
-    The running values have the dtypes of the combine; what is stored of them may be narrower (`dtypes`), or what
-    `finish` makes of them."""
+    The running values have the dtypes of the combine. The stored values may be narrower (`dtypes`), or computed from
+    the running values by `finish`.
+    """
     g = graph()
     vars = dim_vars(shape)
     inputs = _several(body(as_indices(vars)))
@@ -189,8 +195,9 @@ def scan(shape: Sequence[IndexLike], axis: int, combine: Combine,
 def scatter(shape: Sequence[IndexLike], init: Body, source: Sequence[IndexLike],
             target: Callable[[tuple[Index, ...]], Sequence[IndexLike]], value: Body, mode: str = "set",
             mask: Body | None = None, permutes: bool = False) -> Value:
-    """An array of `shape` that starts as init(i); for each j in `source`, in order, element target(j)
-    takes value(j) (mode set) or joins it (add, mul, min, max). `permutes`: each element is some j's, and only one's."""
+    """Returns an array of `shape` that starts as init(i). For each j in `source`, in order, element target(j) becomes
+    value(j) (mode set) or is combined with it (add, mul, min, max). `permutes`: each element is the target of exactly
+    one j."""
     g = graph()
     out_vars = dim_vars(shape, "o")
     vars = dim_vars(source)
@@ -204,7 +211,7 @@ def scatter(shape: Sequence[IndexLike], init: Body, source: Sequence[IndexLike],
 def extern(target: Any, args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[tuple[Any, DType, Any] | None],
            tuple_result: bool = False, kind: type[Extern] = Extern, out: Any = None,
            effect: bool = False) -> tuple[Value | None, ...]:
-    """Call `target` as it is. `metas`: (shape, dtype, strides) of each tensor it returns, None for a None."""
+    """Calls `target` unchanged. `metas`: (shape, dtype, strides) of each tensor it returns, None for a None."""
     g = graph()
     names, positions = [], []
     for k, m in enumerate(metas):

@@ -13,7 +13,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 SUPPORTED = frozenset((*FLOATS, *INTS, *UNSIGNED, torch.bool))
-# Some machines have these as well, for factors of products and as what is stored: nothing else is computed with them.
+# Some machines have these as well, but only for factors of products and for storage: nothing else is computed in them.
 FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 
 
@@ -49,7 +49,7 @@ def highest(d: DType) -> float | int | bool:
 
 @dataclass(frozen=True)
 class Operand:
-    """What promotion must know of an argument: a tensor of some rank, or a Python number (rank None)."""
+    """The properties of an argument that promotion needs: a tensor of some rank, or a Python number (rank None)."""
 
     dtype: DType
     rank: int | None
@@ -70,8 +70,8 @@ def _category(d: DType) -> int:
 
 
 def promote(operands: Iterable[Operand]) -> DType:
-    """PyTorch's rule: tensors with dimensions decide, then zero-dimensional ones, then Python numbers;
-    a lower group takes part only if its category (bool, int, float) is higher."""
+    """Returns the promoted dtype by PyTorch's rule: tensors with dimensions decide, then zero-dimensional ones, then
+    Python numbers. A lower group takes part only if its category (bool, int, float) is higher."""
     groups: list[DType | None] = [None, None, None]
     for o in operands:
         g = 2 if o.rank is None else 1 if o.rank == 0 else 0
@@ -91,5 +91,5 @@ def promote(operands: Iterable[Operand]) -> DType:
 
 
 def int_to_float(d: DType) -> DType:
-    """Integers and bools become the default float, as in true division and transcendental functions."""
+    """Returns the default float for integers and bools, as in true division and transcendental functions."""
     return d if is_float(d) else torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""Scalar expressions: what a kernel computes at one point. They are typed, immutable and interned.
+"""Scalar expressions: the value that a kernel computes at one point. They are typed, immutable and interned.
 
 An expression is a DAG node `(op, dtype, args, attr)`; equal expressions are the same object. Leaves:
 
@@ -7,8 +7,8 @@ An expression is a DAG node `(op, dtype, args, attr)`; equal expressions are the
     load    attr = (buffer name, indices); args = () or (mask,), read only where the mask holds
     carry   attr = a unique number: the running value inside a fold, or a slot of a combine
 
-Inner nodes: `cast`, `where`, `check` (an index value that must lie in [0, attr), reported otherwise), `require`
-(a value and what must hold of it; attr = the fault that is reported otherwise), `fold` (a small inner loop, see
+Inner nodes: `cast`, `where`, `check` (an index value that must lie in [0, attr), reported otherwise), `require` (a
+value and a condition on it; attr = the fault that is reported if it does not hold), `fold` (a small inner loop, see
 `Fold`), and the arithmetic of the OPS table.
 """
 
@@ -31,7 +31,7 @@ from .index import BUILD, Dyn, Index, Op, Sym, as_index, fits, from_atom, upper
 
 Number = bool | int | float
 
-# The functions of torch.special, of one argument and of two: not every machine has all of them.
+# The functions of torch.special, with one argument and with two: not every machine has all of them.
 _SPECIAL1 = (
     "lgamma", "digamma", "erfcx", "ndtri", "airy_ai", "i0", "i0e", "i1", "i1e", "bessel_j0", "bessel_j1", "bessel_y0",
     "bessel_y1", "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1",
@@ -51,7 +51,7 @@ OPS: dict[str, tuple[int, str | DType]] = {
         "neg", "abs", "sign", "bitwise_not", "floor", "ceil", "trunc", "round", "sqrt", "rsqrt", "exp", "exp2",
         "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
         "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", *_SPECIAL1,
-        "rough_log2",  # of float32: to an absolute 2^-22, where a machine has an instruction for it
+        "rough_log2",  # float32 only: to an absolute 2^-22, where a machine has an instruction for it
     ), (1, "same")),
     **dict.fromkeys(("isnan", "isinf", "signbit", "logical_not"), (1, "bool")),
     **dict.fromkeys((
@@ -65,15 +65,16 @@ OPS: dict[str, tuple[int, str | DType]] = {
     "philox": (3, torch.int64),
     "bitcast": (1, "same"),  # attr-free reinterpretation between int and float of one width
 }
-SMALL_FLOATS = (torch.float16, torch.bfloat16)  # languages see bits in them: all but moves happens in float32
-CHECKED = frozenset(("check", "require"))  # those that look for what is wrong with data, and tell
+# target languages treat them as bits: everything but moves is computed in float32
+SMALL_FLOATS = (torch.float16, torch.bfloat16)
+CHECKED = frozenset(("check", "require"))  # operations that test data and report faults
 
 _exprs: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 _fresh = itertools.count()
 
 
 def _operator(op: str, reflected: bool = False) -> Callable[[Expr, Scalar], Expr]:
-    """Python's operator for one of the table; `reflected`: what stands on the left is a number."""
+    """Returns the Python operator for an operation of the table; `reflected`: the left operand is a number."""
     if reflected:
         return lambda self, o: binary(op, lift(o, self.dtype), self)
     return lambda self, o: binary(op, self, o)
@@ -112,7 +113,7 @@ class Expr:
         return self._digest
 
     def own_indices(self) -> tuple[Index, ...]:
-        """The index expressions in this very node."""
+        """The index expressions in this node itself, not in its operands."""
         if self.op == "index":
             return (self.attr,)
         if self.op == "check":
@@ -178,7 +179,7 @@ Scalar = Expr | int | float | bool
 class Fold:
     """A small loop inside an expression: `carries` start at `inits` and become `updates` at each step.
 
-    The fold expression's args are inits followed by updates; `which` says whose final value it is.
+    The fold expression's args are inits followed by updates; `which` selects the carry whose final value it is.
     """
 
     loops: tuple[tuple[Sym, Index, Index], ...]  # variable, first, one past the last; outermost first
@@ -187,7 +188,7 @@ class Fold:
 
     @property
     def steps(self) -> float:
-        """How many there are: endless where that is not known before the run."""
+        """The number of steps; infinite if it is not known before the run."""
         total: float = 1
         for _, lo, hi in self.loops:
             total *= hi.const - lo.const if lo.is_const and hi.is_const else math.inf
@@ -211,7 +212,7 @@ def const(value: Number, dtype: DType) -> Expr:
 
 
 def rounded(value: float, dtype: DType) -> float:
-    """The number of that dtype that stands for the value, so that a cast to a wider dtype adds no digits."""
+    """Returns the number of that dtype nearest to the value, so that a cast to a wider dtype adds no digits."""
     if dtype is torch.float64 or not math.isfinite(value):
         return value
     try:
@@ -250,7 +251,7 @@ def fresh_sym(extent: Index | int | None, prefix: str = "w") -> Sym:
 
 
 def restart_names() -> None:
-    """Fresh names count from zero again, so that the same graph always gives the same text."""
+    """Restarts the count of fresh names, so that the same graph always gives the same text."""
     global _fresh
     _fresh = itertools.count()
 
@@ -267,7 +268,7 @@ def cast(x: Expr, dtype: DType) -> Expr:
             return const(int(x.attr), dtype)
         if not is_float(x.dtype) or is_bool(dtype) or dtype in (torch.float32, torch.float64):
             return const(x.attr, dtype)
-    if is_bool(dtype) and x.dtype in SMALL_FLOATS:  # a zero has a sign
+    if is_bool(dtype) and x.dtype in SMALL_FLOATS:  # the bits of -0.0 are not zero
         x = cast(x, torch.float32)
     return Expr("cast", dtype, (x,))
 
@@ -342,7 +343,7 @@ def binary(op: str, a: Scalar, b: Scalar) -> Expr:
 
 
 def _decide_by_range(op: str, a: Expr, b: Expr) -> Expr | None:
-    """Comparisons of index values that their ranges decide: padding masks fall away in the interior."""
+    """Decides comparisons of index values by their ranges: padding masks disappear in the interior."""
     if OPS[op][1] != "bool" or a.dtype not in (torch.int64, torch.int32):
         return None
     ia, ib = _as_plain_index(a), _as_plain_index(b)
@@ -391,7 +392,8 @@ def where(cond: Expr, a: Scalar, b: Scalar) -> Expr:
 
 def check(value: Expr, size: Index | int, mask: Expr | None = None, fault: Fault = Fault.SELECTED, dim: int = 0
           ) -> Index:
-    """An index from a computed value that must lie in [0, size); the kernel reports the fault when it does not."""
+    """Returns an index from a computed value that must lie in [0, size); the kernel reports the fault if it does
+    not."""
     size = as_index(size)
     plain = _as_plain_index(cast(value, torch.int64))
     hi = size.bounds()[1]
@@ -400,12 +402,12 @@ def check(value: Expr, size: Index | int, mask: Expr | None = None, fault: Fault
             return plain
     e = Expr("check", torch.int64, (cast(value, torch.int64), *(() if mask is None else (mask,))),
              Bound(size, fault, dim))
-    # Where 0 is the only one that is right, it is not known before it has been checked.
+    # If 0 is the only valid value, it must not be assumed before the check: leave the upper bound at 1.
     return from_atom(Dyn(e, 0, None if hi is None else max(hi - 1, 1)))
 
 
 def computed(value: Expr, lo: int | None = None, hi: int | None = None) -> Index:
-    """An index from a computed value that needs no check (its range is known by construction)."""
+    """Returns an index from a computed value that needs no check (its range is known by construction)."""
     plain = _as_plain_index(cast(value, torch.int64))
     if plain is not None:
         return plain
@@ -413,13 +415,13 @@ def computed(value: Expr, lo: int | None = None, hi: int | None = None) -> Index
 
 
 def require(value: Expr, holds: Expr, fault: Fault) -> Expr:
-    """The value, whatever it is; the kernel reports the fault where something does not hold."""
+    """Returns the value, unchanged; the kernel reports the fault where the condition does not hold."""
     return value if _is_true(holds) else Expr("require", value.dtype, (value, holds), fault)
 
 
 def held(value: Expr, indices: Iterable[Index], masks: tuple[Expr, ...] = ()) -> Expr:
-    """What is at some place, and the checks of where that is: also of indices that it does not look at, such as along a
-    dimension of size one, or of what is the same everywhere."""
+    """Adds the checks of the given indices to a value that does not contain them: those along a dimension of size one,
+    for example, or of a value that is the same everywhere."""
     checks = dict.fromkeys(a.expr for i in indices for a in i.atoms() if isinstance(a, Dyn) and a.expr.op == "check")
     checks.update(dict.fromkeys(e for e in walk(*masks) if e.op == "check"))
     if checks:
@@ -431,7 +433,7 @@ def held(value: Expr, indices: Iterable[Index], masks: tuple[Expr, ...] = ()) ->
 
 def fold(loops: tuple[tuple[Sym, Index, Index], ...], carries: tuple[Expr, ...], inits: tuple[Expr, ...],
          updates: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """The final values of the carries; see `Fold`."""
+    """Returns the final values of the carries; see `Fold`."""
     args = inits + updates
     return tuple(Expr("fold", c.dtype, args, Fold(loops, carries, k)) for k, c in enumerate(carries))
 
@@ -441,7 +443,7 @@ def fold(loops: tuple[tuple[Sym, Index, Index], ...], carries: tuple[Expr, ...],
 
 def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index] | None = None,
             memo: dict[Expr, Expr] | None = None) -> Expr:
-    """Rebuild bottom-up: symbols replaced by `mapping`, then `fn` applied to every node.
+    """Rebuilds an expression bottom-up: replaces symbols by `mapping`, then applies `fn` to every node.
 
     Values computed inside indices are rebuilt as well, so nothing hides from `fn`.
     """
@@ -485,7 +487,7 @@ def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index]
             out = e
         else:
             out = remake(e, args)
-            if out in args or any(out in a.args for a in args):  # a choice between equals: it has been through fn
+            if out in args or any(out in a.args for a in args):  # simplified to an operand: it has been through fn
                 memo[e] = out
                 return out
         out = fn(out)
@@ -496,7 +498,7 @@ def rewrite(root: Expr, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index]
 
 
 def resolved(e: Expr, a: Dyn) -> Index:
-    """A computed index whose value has become this expression: plain, if that is plain and passes its check."""
+    """Rebuilds a computed index after its value was rewritten: plain, if the value is plain and passes its check."""
     plain = _as_plain_index(e.args[0] if e.op == "check" else e)
     if plain is None or (e.op == "check" and not fits(plain, e.attr.size)):
         return from_atom(Dyn(e, a.lo, a.hi))
@@ -504,7 +506,7 @@ def resolved(e: Expr, a: Dyn) -> Index:
 
 
 def remake(e: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The same operation on other arguments, simplified again."""
+    """Returns the same operation on other arguments, simplified again."""
     if e.op == "cast":
         return cast(args[0], e.dtype)
     if e.op == "where":
@@ -519,7 +521,7 @@ def remake(e: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def walk(*roots: Expr) -> Iterator[Expr]:
-    """Every distinct expression once, operands before users, values inside indices included."""
+    """Yields every distinct expression once, operands before users, including values inside indices."""
     seen: set[Expr] = set()
     stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
     while stack:
@@ -542,10 +544,10 @@ def index_children(e: Expr) -> tuple[Expr, ...]:
 
 
 def loads(*roots: Expr) -> list[Expr]:
-    """Every read once, in the order of `walk`. Kept with the expression: every pass asks for it."""
+    """Returns every load once, in the order of `walk`. Cached on the expression, because every pass asks for it."""
     found: dict[Expr, None] = {}
     for root in roots:
-        if root.op == "load":  # it would hold itself
+        if root.op == "load":  # a cached tuple would contain the expression itself: a reference cycle
             found.update(dict.fromkeys(e for e in walk(root) if e.op == "load"))
             continue
         if root._loads is None:
@@ -555,7 +557,7 @@ def loads(*roots: Expr) -> list[Expr]:
 
 
 def conjuncts(e: Expr) -> Iterator[Expr]:
-    """What must all hold for a condition to hold."""
+    """Yields the terms of a conjunction."""
     if e.op == "bitwise_and":
         for a in e.args:
             yield from conjuncts(a)
@@ -564,7 +566,8 @@ def conjuncts(e: Expr) -> Iterator[Expr]:
 
 
 def chosen(e: Expr) -> tuple[Expr, Expr] | None:
-    """The condition without which an expression is zero, and what it is with it; None if it has no such form."""
+    """Returns a condition and a value if the expression is zero without the condition and the value with it; else
+    None."""
     if e.op == "cast":
         found = chosen(e.args[0])
         return None if found is None else (found[0], cast(found[1], e.dtype))
@@ -574,8 +577,8 @@ def chosen(e: Expr) -> tuple[Expr, Expr] | None:
 
 
 def masked(body: Expr, mask: Expr, along: frozenset[Sym] | None = None) -> Expr:
-    """The body with every read and every check made only where the mask holds, or those alone that depend on one of
-    the variables `along`."""
+    """Returns the body with loads and checks executed only where the mask holds. `along`: only those that depend on one
+    of these variables."""
 
     def guard(e: Expr) -> Expr:
         if along is not None and e.op in ("load", *CHECKED) and along.isdisjoint(e.symbols()):
@@ -603,7 +606,7 @@ SIMPLE = frozenset((
 
 
 def cost_of(exprs: Sequence[Expr]) -> int:
-    """Element operations of a body; a transcendental function counts for several, a loop for many."""
+    """The number of element operations of a body; a transcendental function counts for several, a loop for many."""
     total = 1
     for e in walk(*exprs):
         if e.op == "fold":

@@ -1,6 +1,6 @@
 """Errors that a kernel can find in its data, and the errors that eager raises for them.
 
-A kernel returns the worst fault it met as one number of 63 bits, so that threads and lanes join theirs by a maximum:
+A kernel returns the worst fault it met as one number of 63 bits, so that threads and lanes combine theirs by a maximum:
 the kind, the dimension, which of several sizes of that kind and dimension was exceeded, and the offending index.
 """
 
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 
 class Fault(IntEnum):
-    """In the order in which ATen looks, the last first: of several faults in one kernel, the greatest is named."""
+    """The kinds of faults, those that ATen checks first at the end: of several faults in one kernel, the greatest is
+    reported."""
 
-    # Of decreasing offsets ATen says nothing: by dtype and mode it returns memory nobody wrote, zeros, others' items.
+    # ATen does not report decreasing offsets: by dtype and mode it returns uninitialized memory, zeros, or others'
+    # items.
     DECREASING_OFFSETS = auto()
-    INDEX = auto()  # of advanced indexing, which counts from the end where it is negative
+    INDEX = auto()  # of advanced indexing, where negative indices count from the end
     FILLED = auto()
     ELEMENT = auto()  # of gather and scatter
-    SELECTED = auto()  # of embedding, and of what selects from a single dimension
+    SELECTED = auto()  # of embedding, and of selections from a single dimension
     ROW = auto()  # of index_select along the second dimension
     COPIED = auto()
     TAKEN = auto()
@@ -33,7 +35,8 @@ class Fault(IntEnum):
     POOLED = auto()
     SOURCE = auto()
     SORTER = auto()
-    VALUES = auto()  # as many as a mask chooses, or one; the index is ~ of how many it chose
+    # their number is neither the number that a mask selects nor one; the index is ~ of the number that it selected
+    VALUES = auto()
     PROBABILITY = auto()
     DEVIATION = auto()
     NEGATIVE_REPEATS = auto()
@@ -41,11 +44,11 @@ class Fault(IntEnum):
     LAST_OFFSET = auto()
     FIRST_OFFSET = auto()
     ZERO_DIVISION = auto()
-    MEMORY = auto()  # an access outside of its buffer, in kernels that look at all of them
+    MEMORY = auto()  # an access outside of its buffer, in kernels that check all accesses
 
 
 class Bound(NamedTuple):
-    """What an index is checked against."""
+    """The size that an index is checked against, and the fault to report."""
 
     size: Index
     fault: Fault = Fault.SELECTED
@@ -79,26 +82,26 @@ MESSAGES: dict[Fault, tuple[type[Exception], str]] = {
     Fault.INDEX: (IndexError, BOUNDS),
     Fault.DECREASING_OFFSETS: (RuntimeError, "offsets must not decrease"),
 }
-WRAPPED = (Fault.INDEX, Fault.FILLED, Fault.TAKEN)  # what is negative was brought up by the size before it was checked
+WRAPPED = (Fault.INDEX, Fault.FILLED, Fault.TAKEN)  # the size was added to negative indices before the check
 EMPTY = "index is out of bounds for dimension with size 0"  # of advanced indexing
 
-KIND, DIM, WHICH, WIDTH = 58, 54, 50, 50  # where the parts of the number begin; how many bits the index has
+KIND, DIM, WHICH, WIDTH = 58, 54, 50, 50  # the lowest bit of each part of the number; the number of bits of the index
 LOW = (1 << WIDTH) - 1
 Sites = tuple[tuple[int, str], ...]  # numbers without their index, and the size: an expression over n0, n1, ...
 
 
 def head(fault: Fault, dim: int = 0, which: int = 0) -> int:
-    """The number of a fault, without the index."""
+    """Returns the number of a fault, without the index."""
     return int(fault) << KIND | min(dim, 15) << DIM | min(which, 15) << WHICH
 
 
 def access(position: int) -> int:
-    """The number of accesses to a kernel's pointer, without the offset."""
+    """Returns the number of accesses to a kernel's pointer, without the offset."""
     return head(Fault.MEMORY, position >> 4 & 15, position & 15)
 
 
 def heads(bounds: Iterable[Bound]) -> dict[Bound, int]:
-    """The numbers of what a kernel checks."""
+    """Returns the numbers of a kernel's checks."""
     count: dict[tuple[Fault, int], int] = {}
     out: dict[Bound, int] = {}
     for b in dict.fromkeys(bounds):
@@ -108,18 +111,18 @@ def heads(bounds: Iterable[Bound]) -> dict[Bound, int]:
 
 
 def size_of(code: int, sites: Sites, sizes: Iterable[int]) -> int | None:
-    """The size that was exceeded, by the sizes of the launch."""
+    """Returns the size that was exceeded, computed from the sizes of the launch."""
     text = dict(sites).get(code & ~LOW)
     return None if text is None else eval(text, {f"n{k}": n for k, n in enumerate(sizes)} | {"min": min, "max": max})
 
 
 def index_of(code: int) -> int:
-    """The offending index, or offset."""
+    """Returns the offending index, or offset."""
     return (code & LOW) - ((code >> WIDTH - 1 & 1) << WIDTH)
 
 
 def error_of(code: int, size: int | None = None) -> Exception:
-    """The error for a number that a kernel returned. Whose size is not known any more is named without it."""
+    """Returns the error for a number that a kernel returned. If the size is no longer known, the message says so."""
     fault, dim, index = Fault(code >> KIND), code >> DIM & 15, index_of(code)
     if fault is Fault.MEMORY:
         return BoundsError(f"a kernel accessed element {index} of its pointer {code >> WHICH & 255}, which has {size}")

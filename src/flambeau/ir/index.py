@@ -45,7 +45,7 @@ _dyns: WeakValueDictionary[tuple[Any, ...], Dyn] = WeakValueDictionary()
 _indices: WeakValueDictionary[tuple[Any, ...], Index] = WeakValueDictionary()
 
 
-WORD = "word"  # so begin the names of numbers that are no sizes: kernels compute with their bits
+WORD = "word"  # the prefix of run-time numbers that are not sizes: kernels compute with their bits
 
 
 class Sym(Atom):
@@ -72,7 +72,7 @@ class Sym(Atom):
 
     @property
     def size(self) -> Index:
-        """How many values a loop variable takes."""
+        """The number of values that a loop variable takes."""
         assert self.extent is not None, f"{self.name} is no loop variable"
         return self.extent
 
@@ -114,7 +114,7 @@ class Op(Atom):
 
 
 class Dyn(Atom):
-    """An index that the kernel computes: the scalar expression is opaque here but for its symbols."""
+    """An index that the kernel computes. The scalar expression is opaque here, except for its symbols."""
 
     __slots__ = ("expr",)
     expr: Any
@@ -190,7 +190,7 @@ class Index:
         return self._symbols
 
     def atoms(self) -> Iterable[Atom]:
-        """Every atom, those inside other atoms too (but not inside computed values)."""
+        """Yields every atom, including those inside other atoms (but not inside computed values)."""
         for mono, _ in self.terms:
             for a in mono:
                 yield a
@@ -199,7 +199,7 @@ class Index:
                     yield from a.b.atoms()
 
     def quotients(self) -> Iterable[tuple[Sym, Index]]:
-        """Variables that it divides, and by what: x of x // k, x % k, and (x + c) // k."""
+        """Yields variables that this index divides, with their divisors: x of x // k, x % k, and (x + c) // k."""
         for a in self.atoms():
             if isinstance(a, Op) and a.kind in ("div", "mod") and a.b is not ONE:
                 v = (a.a - a.a.const).atom()
@@ -207,12 +207,12 @@ class Index:
                     yield v, a.b
 
     def divisions(self) -> Iterable[tuple[Sym, int]]:
-        """Those of known sizes."""
+        """Yields the divisions in which variable and divisor have known sizes."""
         return ((v, k.const) for v, k in self.quotients()
                 if k.is_const and v.size.is_const and 1 < k.const < v.size.const)
 
     def bounds(self) -> Bounds:
-        """Inclusive numeric range; None where it is unknown."""
+        """The inclusive numeric range; None for an unknown end."""
         if self._bounds is None:
             lo: int | None = self.const
             hi: int | None = self.const
@@ -226,22 +226,22 @@ class Index:
         return self._bounds
 
     def can_leave(self, limit: int) -> bool:
-        """Whether it can lie outside of [-limit, limit), or what it divides or compares on the way can: sums that wrap
-        around come back, quotients do not."""
+        """Whether the index, or an operand of a division or comparison inside it, can lie outside of [-limit, limit).
+        Sums that overflow wrap back, quotients do not."""
         return any(lo is None or hi is None or lo < -limit or hi >= limit
                    for lo, hi in (i.bounds() for i in self.on_the_way()))
 
     def on_the_way(self) -> Iterable[Index]:
-        """Itself, and all that it divides or compares."""
+        """The index itself, and all operands of divisions and comparisons inside it."""
         return (self, *(i for a in self.atoms() if isinstance(a, Op) for i in (a.a, a.b)))
 
     def at_most_one(self) -> bool:
-        """Whether a size is known to be 0 or 1: no index along it moves, and its stride is a matter of names."""
+        """Whether a size is known to be 0 or 1: no index along it moves, and its stride has no meaning."""
         most = self.bounds()[1]
         return most is not None and most <= 1
 
     def coefficient(self, sym: Sym) -> Index | None:
-        """d(self)/d(sym) if this index is affine in `sym`, else None."""
+        """Returns d(self)/d(sym) if this index is affine in `sym`, else None."""
         if sym not in self.symbols():
             return ZERO
         out: list[tuple[Monomial, int]] = []
@@ -354,12 +354,12 @@ def product(sizes: Iterable[IndexLike]) -> Index:
 
 
 def volume(vars: Iterable[Sym]) -> Index:
-    """How many points loop variables have together."""
+    """The number of points that loop variables span together."""
     return product(v.size for v in vars)
 
 
 def flat(vars: Iterable[Sym]) -> Index:
-    """The row-major position of a point among those of all its variables."""
+    """The row-major position of a point of these variables."""
     at = ZERO
     for v in vars:
         at = at * v.size + v
@@ -371,7 +371,7 @@ def offset_of(index: Iterable[Index], strides: Iterable[IndexLike], start: Index
 
 
 def unflat(at: Index, sizes: Sequence[Index]) -> tuple[Index, ...]:
-    """The place of a row-major position; in memory without holes the divisions join and fall away."""
+    """Returns the indices of a row-major position; for contiguous memory the divisions cancel later."""
     out: list[Index] = []
     for n in reversed(sizes[1:]):
         out.append(at % n)
@@ -380,8 +380,8 @@ def unflat(at: Index, sizes: Sequence[Index]) -> tuple[Index, ...]:
 
 
 def walks_as_one(i: Index, a: Sym, b: Sym) -> bool:
-    """Whether a and b are in it only as a * (extent of b) + b, within divisions as well. Values that a kernel computes
-    have indices of their own."""
+    """Whether a and b occur only as a * (extent of b) + b, within divisions as well. Values that a kernel computes have
+    indices of their own."""
     both = {a, b}
     plain = []
     for mono, coef in i.terms:
@@ -427,7 +427,7 @@ def _mono_bounds(mono: Monomial) -> Bounds:
 
 def _normal(acc: dict[Monomial, int], const: int) -> Index:
     terms = {m: c for m, c in acc.items() if c}
-    # Remainders meet their quotients: c*(x % a) + c*a*(x // a) = c*x, and one level deeper.
+    # Joins remainders with their quotients: c*(x % a) + c*a*(x // a) = c*x, and one level deeper.
     for mono, coef in list(terms.items()):
         for k, rest in enumerate(mono):
             joined = _join(rest, mono[:k] + mono[k + 1:], coef, terms) if isinstance(rest, Op) else None
@@ -441,7 +441,7 @@ def _normal(acc: dict[Monomial, int], const: int) -> Index:
 
 def _join(rest: Op, factor: Monomial, coef: int, terms: Mapping[Monomial, int]
           ) -> tuple[tuple[Monomial, ...], Index] | None:
-    """The partners of coef * factor * rest among the terms, and what they are together."""
+    """Finds the terms that combine with coef * factor * rest; returns these terms and the combined index, or None."""
     x, a = rest.a, rest.b
     if rest.kind != "mod":
         return None
@@ -483,14 +483,15 @@ def _is_plain(e: Index) -> bool:
 
 
 def about(size: Index, typical: Mapping[Sym, int], unknown: int) -> int:
-    """A size, or what it typically is: for choosing among loops that are right for any."""
+    """Returns a size, or its typical value: for choosing among loops that are correct for any size."""
     if not size.is_const and typical:
         size = size.subs({s: as_index(n) for s, n in typical.items()})
     return size.const if size.is_const else unknown
 
 
 def upper(e: Index) -> Index:
-    """A symbolic upper bound: every loop variable at its last value. Without sizes, the ranges say as much."""
+    """Returns a symbolic upper bound: every loop variable at its last value. An index without symbolic sizes is
+    returned unchanged, since its numeric range says as much."""
     if all(s.extent is not None and s.extent.is_const for s in e.symbols()):
         return e
     last = {s: s.extent - 1 for s in e.symbols() if s.extent is not None}
@@ -504,7 +505,7 @@ def upper(e: Index) -> Index:
 
 
 def largest(e: Index) -> Index | None:
-    """What its absolute value does not exceed, over sizes of the run alone; None where nothing is known."""
+    """Returns a bound of the absolute value, over run-time sizes alone; None if there is none."""
     if not any(s.extent is not None or s.name.startswith(WORD) for s in e.symbols()) \
             and not any(isinstance(a, Dyn) for a in e.atoms()):
         return e if is_nonneg(e) else maximum(e, -e)
@@ -526,7 +527,7 @@ def _largest_atom(a: Atom) -> Index | None:
     if isinstance(a, Sym):
         most = None if a.extent is None or a.lo is None or a.lo < 0 else largest(a.extent)
         return from_atom(a) if a.extent is None and not a.name.startswith(WORD) else None if most is None else most - 1
-    if isinstance(a, Dyn):  # what was checked is below what it was checked against
+    if isinstance(a, Dyn):  # a checked value is below its size
         return largest(a.expr.attr.size) if a.expr.op == "check" else None
     assert isinstance(a, Op)
     x, y = largest(a.a), largest(a.b)
@@ -534,7 +535,7 @@ def _largest_atom(a: Atom) -> Index | None:
         return y if x is None or a.kind == "mod" and not is_nonneg(a.a) else x if y is None else minimum(x, y)
     if x is None or y is None:
         return None
-    if a.kind == "div":  # a floor goes one further below zero
+    if a.kind == "div":  # a negative quotient is rounded one further down
         return floordiv(x, maximum(a.b, 1)) + int(not is_nonneg(a.a)) if a.b is y else x
     return maximum(x, y)
 
@@ -553,12 +554,12 @@ def is_nonneg(e: Index) -> bool:
 
 
 def is_less(a: Index, b: IndexLike) -> bool:
-    """Provably a < b."""
+    """Whether a < b provably."""
     return is_nonneg(as_index(b) - 1 - upper(a))
 
 
 def fits(e: Index, size: IndexLike) -> bool:
-    """Provably 0 <= e < size."""
+    """Whether 0 <= e < size provably."""
     return is_nonneg(e) and is_less(e, size)
 
 
@@ -566,7 +567,7 @@ def fits(e: Index, size: IndexLike) -> bool:
 
 
 def _divide_exactly(e: Index, d: Index) -> tuple[Index, Index]:
-    """e = q*d + r with every term of e that d divides moved into q (d is a single monomial)."""
+    """Returns q and r with e = q*d + r: every term of e that d divides is moved into q (d is a single monomial)."""
     if not d.terms:
         k = d.const
         q = Index(tuple((m, c // k) for m, c in e.terms if c % k == 0), e.const // k)
@@ -592,13 +593,14 @@ def _divide_exactly(e: Index, d: Index) -> tuple[Index, Index]:
 
 
 def is_positive(d: Index) -> bool:
-    """Provably at least 1: a loop over so many points runs."""
+    """Whether d is provably at least 1: a loop over so many points runs."""
     lo = d.bounds()[0]
     return lo is not None and lo > 0
 
 
 def _by_common_factor(e: Index, k: int) -> tuple[int, Index, Index] | None:
-    """e as g * big + small with small below g, for the greatest such g that divides k."""
+    """Splits e into g * big + small with 0 <= small < g, for the greatest such g that divides k; None if there is
+    none."""
     for g in sorted({gcd(c, k) for _, c in e.terms}, reverse=True):
         if g == 1:
             break
@@ -627,7 +629,7 @@ def floordiv(e: Index, d: Index) -> Index:
             a = r.atom()
             if isinstance(a, Op) and a.kind == "mod" and not a.b.terms and a.b.const % k == 0:
                 return q + mod(floordiv(a.a, d), as_index(a.b.const // k))
-    # A division inside is taken out: (x + y // g) // k is (g*x + y) // (g*k).
+    # Flattens a nested division: (x + y // g) // k is (g*x + y) // (g*k).
     for m, c in r.terms:
         if c == 1 and len(m) == 1 and isinstance(m[0], Op) and m[0].kind == "div" and is_positive(m[0].b):
             return q + floordiv((r - from_atom(m[0])) * m[0].b + m[0].a, m[0].b * d)
@@ -654,7 +656,7 @@ def mod(e: Index, d: Index) -> Index:
         return r
     if not d.terms and d.const > 0:
         k = d.const
-        # Inner remainders by a multiple of k fall away.
+        # Inner remainders by a multiple of k cancel.
         for m, c in r.terms:
             if len(m) == 1 and isinstance(m[0], Op) and m[0].kind == "mod" and not (m[0].b * c % k).terms:
                 if (m[0].b * c % k) is ZERO:
@@ -671,7 +673,8 @@ def mod(e: Index, d: Index) -> Index:
 
 
 def minimum(a: IndexLike, b: IndexLike) -> Index:
-    a, b = sorted((as_index(a), as_index(b)), key=repr)  # equal values in one order, whatever order they came in
+    # a fixed order for equal results, independent of the order of arguments
+    a, b = sorted((as_index(a), as_index(b)), key=repr)
     if is_nonneg(b - a):
         return a
     if is_nonneg(a - b):

@@ -1,4 +1,4 @@
-"""How memory is accessed: what shape and strides reach, which variables form one, and which elements are adjacent."""
+"""How memory is accessed: what shape and strides reach, which variables act as one, and which elements are adjacent."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from math import prod
 from .expr import Expr, loads, walk
 from .index import ONE, ZERO, Index, Op, Sym, as_index, walks_as_one
 
-LINE = 64  # elements next to each other that are as good as any more
+LINE = 64  # elements; longer contiguous runs count no more
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Places from the first element to the last."""
+    """The number of elements from the first to the last."""
     return 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may lie at one place: each stride must reach beyond all that smaller ones reach."""
+    """Whether two elements may share an address: each stride must reach beyond all that smaller ones reach."""
     taken = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride < taken:
@@ -27,12 +27,13 @@ def overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements fill all that they reach, each place for one of them."""
+    """Whether elements fill the memory that they span, each address once."""
     return 0 in shape or (reach(shape, strides) == prod(shape) and not overlapping(shape, strides))
 
 
 def joined(vars: Sequence[Sym], *exprs: Expr) -> tuple[tuple[Sym, ...], tuple[Expr, ...]]:
-    """The expressions with neighbouring variables as one, where they walk these as one. Joint positions stay."""
+    """Merges neighbouring variables that the expressions walk as one. The row-major position of a point stays the
+    same."""
     left = list(vars)
     for k in range(len(left) - 2, -1, -1):
         a, b = left[k], left[k + 1]
@@ -44,22 +45,22 @@ def joined(vars: Sequence[Sym], *exprs: Expr) -> tuple[tuple[Sym, ...], tuple[Ex
 
 
 def is_deep(factor: Expr, own: Sequence[Sym], depth: Sequence[Sym]) -> bool:
-    """Whether what is summed lies next to each other in memory, in longer lines than a factor's own points."""
+    """Whether a factor is contiguous along the depth, in longer lines than along its own variables."""
     own, (factor,) = joined(own, factor)
     depth, (factor,) = joined(depth, factor)
     return sum(line(e.attr[1][0], depth) - line(e.attr[1][0], own) for e in loads(factor)) > 0
 
 
 def is_line(address: Index, v: Sym, lanes: int) -> bool:
-    """Whether neighbours along v are neighbours in memory, and so many of them, from a multiple of their number on, are
-    one wide access, as far as strides go."""
+    """Whether accesses along v are contiguous, and each `lanes` of them from a multiple of `lanes` on are one aligned
+    wide access, as far as the strides tell."""
     rest = address - v
     return address.coefficient(v) is ONE and all(n % lanes == 0 for n in (rest.const, *(n for _, n in rest.terms)))
 
 
 def apart(address: Index, itemsize: int, loops: Collection[Sym], most: int) -> int:
-    """How many bytes, `most` of them at most, each point of these loops touches beside those of the last. Where nothing
-    but data or quotients lead, it counts as the next element."""
+    """Returns the distance in bytes, `most` at most, between the accesses of neighbouring points of these loops. An
+    address that depends on a loop only through data or quotients counts as the next element."""
     address = unclamped(address)
     straight = Index(tuple((m, c) for m, c in address.terms if all(isinstance(a, Sym) for a in m)), 0)
     found = [(address.coefficient(v), straight.coefficient(v)) for v in loops]
@@ -69,8 +70,8 @@ def apart(address: Index, itemsize: int, loops: Collection[Sym], most: int) -> i
 
 
 def reached(address: Index, loops: Iterable[Sym], size: Callable[[Sym], int]) -> int:
-    """How many elements these loops reach. Loops whose steps fit into what others cover, as in overlapping windows, add
-    a few."""
+    """Returns the number of elements that these loops reach. Loops whose steps fit into what others cover, as in
+    overlapping windows, add only a few."""
     mine = [v for v in loops if v in address.symbols()]
     straight = {v: abs(c.const) for v in mine if (c := address.coefficient(v)) is not None and c.is_const and c.const}
     runs: list[list[int]] = []
@@ -85,14 +86,15 @@ def reached(address: Index, loops: Iterable[Sym], size: Callable[[Sym], int]) ->
 
 
 def extent(address: Index, loops: Collection[Sym]) -> int | None:
-    """How many elements lie from the first to the last that these loops reach; None if that is not known."""
+    """Returns the distance from the first to the last element that these loops reach, both included; None if
+    unknown."""
     moving = Index(tuple((m, c) for m, c in address.terms if any(a.symbols() & {*loops} for a in m)), 0)
     lo, hi = moving.bounds()
     return None if lo is None or hi is None else hi - lo + 1
 
 
 def unclamped(address: Index) -> Index:
-    """Without the least and the greatest that it may be."""
+    """Returns the address without minima and maxima by constants."""
     out = as_index(address.const)
     for factors, c in address.terms:
         a = factors[0]
@@ -104,7 +106,7 @@ def unclamped(address: Index) -> Index:
 
 
 def line(address: Index, vars: Sequence[Sym]) -> float:
-    """How many elements of the innermost variable lie next to each other, about."""
+    """The approximate number of elements that are contiguous along the innermost variable."""
     if not vars:
         return 0
     step, n = address.coefficient(vars[-1]), vars[-1].size

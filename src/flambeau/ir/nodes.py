@@ -42,15 +42,16 @@ def dim_vars(shape: Sequence[IndexLike], prefix: str = "d") -> tuple[Sym, ...]:
 
 
 def as_indices(vars: Iterable[Sym]) -> tuple[Index, ...]:
-    """The variables as indices; one that can only be zero is zero.
+    """Returns the variables as indices; a variable that can only be zero becomes zero.
 
-    One whose range may be empty stays: what is read with it must stay in the loop that may never run.
+    One whose range may be empty stays: a load that depends on it must stay in the loop that may never run.
     """
     return tuple(ZERO if v.hi == 0 and is_positive(v.size) else as_index(v) for v in vars)
 
 
 def narrow(size: Index) -> DType:
-    """Of positions below a size: as wide as a float, where they fit, they keep lanes alike and are half the load."""
+    """The dtype for positions below a size: int32 if they fit, as wide as a float, which keeps vector lanes alike and
+    halves the traffic."""
     top = size.bounds()[1]
     return torch.int32 if top is not None and top < 2**31 else torch.int64
 
@@ -66,20 +67,21 @@ def contiguous_strides(shape: Sequence[Index]) -> tuple[Index, ...]:
 
 @dataclass
 class Buffer:
-    """A named array: where it comes from is the node's business, where it lives the schedule's."""
+    """A named array. The node says how it is computed, the schedule where it is stored."""
 
     name: str
     shape: Shape
     dtype: DType
     strides: tuple[Index, ...] | None = None  # None: the schedule is free to choose
-    alone: bool = False  # a call looks at all of the memory that it lies in
+    alone: bool = False  # a call accesses all of the memory that it lies in
 
     @property
     def numel(self) -> Index:
         return product(self.shape)
 
     def place(self, index: Sequence[Index]) -> Index:
-        """Where an element lies. Strides of torch have max(1, n) for sizes n: where there is an element, that is n."""
+        """The address of an element. Strides of torch have max(1, n) for sizes n: where there is an element, that is
+        n."""
         assert self.strides is not None, f"buffer {self.name} has no layout yet"
         return offset_of(index, [self._step(s) for s in self.strides])
 
@@ -103,11 +105,12 @@ class Value:
     shape: Shape
     dtype: DType
     index: tuple[Index, ...]  # over dim_vars(shape)
-    number: bool = False  # a Python number known only at the run: promotes as a number, not as a tensor
-    host: bool = False  # a scalar that is the host's beside tensors of a device
-    strides: tuple[Index, ...] | None = None  # of a result: an index says nothing of dimensions of size one
-    offset: Index | None = None  # of a result without elements, where an index says nothing at all
-    twin: int = 0  # of a result: how many equal ones come before it that are other objects, as views of a tensor are
+    number: bool = False  # a Python number known only at run time: promotes as a number, not as a tensor
+    host: bool = False  # a scalar on the host next to tensors of a device
+    strides: tuple[Index, ...] | None = None  # of a result: the index does not tell them for dimensions of size one
+    offset: Index | None = None  # of a result without elements, where the index does not tell it
+    # of a result: the number of equal results before it that are other objects, such as views of one tensor
+    twin: int = 0
 
     @property
     def rank(self) -> int:
@@ -130,26 +133,26 @@ class Value:
         return Value(self.buffer, new, self.dtype, self.at(fn(as_indices(dim_vars(new)))))
 
     def is_whole(self, buffer: Buffer) -> bool:
-        """Element i is element i of the buffer."""
+        """Whether element i is element i of the buffer."""
         return self.shape == buffer.shape and self.index == as_indices(dim_vars(self.shape))
 
 
 @dataclass(frozen=True)
 class Host:
-    """What Python finds when the program runs: an argument that is no tensor, a size of one, a number that follows from
-    others."""
+    """A number that Python computes when the program runs: an argument that is no tensor, a tensor's size, or a number
+    computed from others."""
 
     text: str
-    needs: frozenset[str] = frozenset()  # the numbers and buffers in it
+    needs: frozenset[str] = frozenset()  # the numbers and buffers that it uses
 
 
 @dataclass(frozen=True)
 class Level:
-    """Elements of about one size can be brought to a common scale, that of the largest, and just be added."""
+    """A shortcut for elements of about one magnitude: they are scaled to the largest one and then just added."""
 
-    top: Expr  # a carry: the largest size
+    top: Expr  # a carry: the largest magnitude
     total: Expr  # a carry: a sum at that scale
-    size: Expr  # of an element (over `left` of the combine)
+    size: Expr  # the magnitude of an element (over `left` of the combine)
     holds: Expr  # whether an element is near enough to the largest (over `left` and `top`)
     scaled: Expr  # an element at the common scale (over `left` and `top`)
     result: tuple[Expr, ...]  # a sum as components (over `total` and `top`)
@@ -171,8 +174,8 @@ class Combine:
         return tuple(c.dtype for c in self.left)
 
     def needed(self, finish: Sequence[Expr], stretches: bool = False) -> list[int]:
-        """The components whose running values these expressions (over `left`) ask for, themselves or through each
-        other: element by element, or where whole stretches are combined as well."""
+        """Returns the components whose running values these expressions (over `left`) need, directly or through each
+        other. `stretches`: also if whole runs of elements are combined, not just single elements."""
         places = {e: k for k, e in enumerate(self.left)}
         if stretches:
             places |= {e: k for k, e in enumerate(self.right)}
@@ -185,13 +188,13 @@ class Combine:
         return sorted(found)
 
     def chained(self, components: Sequence[int]) -> list[int]:
-        """Those of the components for which each step waits for the one before."""
+        """Returns those components for which each step depends on the one before."""
         return [k for k in components if any(e in self.left for e in walk(self.result[k]))]
 
 
 @dataclass(frozen=True)
 class Node:
-    """What every node has: the buffers it computes, the operator it came from, and those inlined into it."""
+    """The common part of all nodes: the buffers it computes, the operator it came from, and those inlined into it."""
 
     kind: ClassVar[str] = "node"
     names: tuple[str, ...]
@@ -211,7 +214,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Pointwise(Node):
-    """names[0][i] = body(i) for i in vars. `laid`: in memory, in this order, for the sake of those who read it."""
+    """names[0][i] = body(i) for i in vars. `laid`: stored in memory, in this order, for the sake of its readers."""
 
     kind: ClassVar[str] = "pointwise"
     vars: tuple[Sym, ...]
@@ -258,10 +261,11 @@ class Segment(Reduce):
 
 @dataclass(frozen=True)
 class Ragged:
-    """One of a contraction's variables in parts, one for each value of `part`: each ends where `ends`, written over
-    `part`, says, and begins where the one before it does. Points beyond the last end are not computed.
+    """A contraction's variable in parts, one for each value of `part`. A part ends at `ends` (an expression over
+    `part`) and begins where the one before ends. Points beyond the last end are not computed.
 
-    `part` is a variable of its own that factors depend on; or one that is kept, where the sum comes in parts."""
+    `part` is either a variable of its own that factors depend on, or a kept variable, if the depth is in parts.
+    """
 
     var: Sym
     part: Sym
@@ -270,15 +274,17 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Contract(Reduce):
-    """A Reduce that sums products of two factors, most often with points that only one of them depends on: what both
-    read again and again is kept near by, in tiles. Matrix products and convolutions. Two sums have a factor in common.
+    """A Reduce that sums products of two factors: matrix products and convolutions. Most often, each factor has
+    variables that the other one does not depend on, so that both are read repeatedly and kept in tiles. If there are
+    two sums, they share a factor.
 
-    What is computed from its result point by point joins it, and what its factors are computed from is part of them."""
+    Pointwise computations on its result are fused into its kernel, and so are those that compute its factors.
+    """
 
     kind: ClassVar[str] = "contract"
     tf32: bool = field(default=False, kw_only=True)  # factors in float32 may be rounded to what tensor cores take
-    # What so many elements come to is added in the dtype of the sum, where tensor cores keep fewer digits of sums of
-    # small floats; 0: they may sum all.
+    # If not 0: sums of so many elements are added in the dtype of the sum, since tensor cores keep fewer digits in sums
+    # of small floats. 0: tensor cores may sum everything.
     promoted: int = field(default=0, kw_only=True)
     ragged: Ragged | None = field(default=None, kw_only=True)
 
@@ -287,13 +293,13 @@ class Contract(Reduce):
 
     @property
     def factors(self) -> tuple[Expr, Expr] | None:
-        """Of the first sum; None if one of them turned out to be a constant."""
+        """The factors of the first sum; None if one of them turned out to be a constant."""
         e = self.inputs[0]
         return (e.args[0], e.args[1]) if e.op == "mul" else None
 
     @property
     def is_tiled(self) -> bool:
-        """Whether each factor has points of its own, and there is anything to sum; else it is a Reduce like any."""
+        """Whether each factor has variables of its own, and there is anything to sum; else it is an ordinary Reduce."""
         if self.factors is None:
             return False
         left, right = (e.symbols() for e in self.factors)
@@ -304,15 +310,15 @@ class Contract(Reduce):
 
 @dataclass(frozen=True)
 class Partial(Reduce):
-    """A Reduce of what a contraction computes, in its kernel: where a variable is reduced, the results have one value
-    for some of its points, whose number the kernel chooses. `plain`: the same in a kernel of its own."""
+    """A Reduce of a contraction's results, computed in its kernel. Along a reduced variable, the results have one value
+    for each group of points, whose size the kernel chooses. `plain`: the same as a kernel of its own."""
 
     kind: ClassVar[str] = "partial"
     plain: Reduce
 
 
 def unscaled(factor: Expr) -> tuple[Expr, Expr | None]:
-    """What a machine multiplies for a factor, before it is widened; and what it is scaled by."""
+    """Returns the value that a machine multiplies for a factor, before it is widened, and its scale (or None)."""
     core, scale = factor.args if factor.op == "mul" and factor.args[0].op == "cast" else (factor, None)
     return (core.args[0] if core.op == "cast" else core), scale
 
@@ -321,7 +327,8 @@ def unscaled(factor: Expr) -> tuple[Expr, Expr | None]:
 class Scan(Node):
     """names[k][i] = finish[k] of inputs combined over vars[axis] from the start up to i.
 
-    `finish` is written over the combine's left components: most often it is just those."""
+    `finish` is written over the combine's left components; most often it is just these.
+    """
 
     kind: ClassVar[str] = "scan"
     vars: tuple[Sym, ...]
@@ -337,10 +344,11 @@ class Scan(Node):
 
 @dataclass(frozen=True)
 class Scatter(Node):
-    """names[0] starts as init(out_vars); then, in order of vars, element target takes or joins value.
+    """names[0] starts as init(out_vars); then, in order of vars, its element `target` becomes value, or is combined
+    with it.
 
-    `mode` is set, add, mul, min or max. Where `mask` is given, only the points where it holds take part. `unique`: no
-    two of these meet in an element. `covers`: every element is written, and what it starts as does not matter.
+    `mode` is set, add, mul, min or max. If there is a `mask`, only the points where it holds take part. `unique`: no
+    two of these share a target. `covers`: every element is written, so that its initial value does not matter.
     """
 
     kind: ClassVar[str] = "scatter"
@@ -361,15 +369,15 @@ class Scatter(Node):
 
 @dataclass(frozen=True)
 class Extern(Node):
-    """names = target(*args, **kwargs), called as it is; args hold Values, Indices and plain data."""
+    """names = target(*args, **kwargs), called unchanged; args hold Values, Indices and plain data."""
 
     kind: ClassVar[str] = "extern"
     target: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
     outputs: tuple[int, ...] | None = None  # positions of the names in the returned tuple; None: one tensor
-    out: Any = None  # the form that writes its one result into memory it is given
-    effect: bool = False  # it does more than its schema says, and runs even if nobody reads its result
+    out: Any = None  # the overload that writes its single result into given memory
+    effect: bool = False  # it does more than its schema says, and runs even if its result is never read
 
     def values(self) -> list[Value]:
         out: list[Value] = []
@@ -404,51 +412,53 @@ class Library(Extern):
 
 
 class Send(Extern):
-    """A tensor on its way to memory of the host, to be fetched later; its own memory is free then."""
+    """A tensor that is copied to the host, to be fetched later; its device memory is free afterwards."""
 
     kind: ClassVar[str] = "send"
 
 
 class Fetch(Extern):
-    """A tensor that was sent, on the device again."""
+    """A sent tensor, copied back to the device."""
 
     kind: ClassVar[str] = "fetch"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """From a node on, work goes to another stream; `steps` of the program come first."""
+    """A switch to another stream from a node on; `steps` of the program come first."""
 
-    at: int  # the number of nodes before
+    at: int  # the number of nodes before it
     stream: int
     steps: tuple[Any, ...] = ()
 
 
 @dataclass
 class Graph:
-    """Values and nodes in the order of their making; verified, no memory yet."""
+    """Values and nodes in the order of creation; verified, without memory yet."""
 
     inputs: list[str] = field(default_factory=list)
-    arguments: list[str] = field(default_factory=list)  # as Program has them, and the numbers; [] for just the inputs
+    # as in Program, including numbers; [] if there are only the inputs
+    arguments: list[str] = field(default_factory=list)
     numbers: dict[Sym, Host] = field(default_factory=dict)
-    typical: dict[Sym, int] = field(default_factory=dict)  # sizes with which it was captured
+    typical: dict[Sym, int] = field(default_factory=dict)  # sizes at capture
     nodes: list[Node] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)  # Value, Index, number or None
     mutations: list[tuple[str, Value]] = field(default_factory=list)  # input buffer <- value, at the end
     seeds: list[str] = field(default_factory=list)  # int64 scalars that each run draws anew
-    donated: set[str] = field(default_factory=set)  # inputs that nobody but this run needs
-    equal: dict[tuple[Index, Index], None] = field(default_factory=dict)  # sizes that lowerings take for one
+    donated: set[str] = field(default_factory=set)  # inputs that only this run needs
+    equal: dict[tuple[Index, Index], None] = field(default_factory=dict)  # sizes that lowerings take to be equal
     origin: str = ""
-    device: str = "cpu"  # where its tensors are: ATen's kernels save other things for their gradients there
-    capabilities: Capabilities = Capabilities("any")  # of the machine it is for; a lowering may choose a form by it
-    policy: Policy = FAST  # and by what it may compute otherwise than eager
-    own: frozenset[str] = frozenset()  # operators that are kernels, though a library has them too
-    turns: list[Turn] = field(default_factory=list)  # between streams; none: all is on the caller's
-    streams: list[int] = field(default_factory=list)  # as Program has them, and what is ready on stream 0
+    # where its tensors are: ATen's kernels save different tensors for gradients on different devices
+    device: str = "cpu"
+    capabilities: Capabilities = Capabilities("any")  # of the target machine; a lowering may choose a form by it
+    policy: Policy = FAST  # where results may differ from eager's; lowerings choose by it, too
+    own: frozenset[str] = frozenset()  # operators that become kernels although a library has them
+    turns: list[Turn] = field(default_factory=list)  # switches of streams; none: all work is on the caller's
+    streams: list[int] = field(default_factory=list)  # these four as in Program
     arriving: list[str] = field(default_factory=list)
     leaving: list[str] = field(default_factory=list)
-    ticket: str = ""  # as Program has it
+    ticket: str = ""
 
     def __post_init__(self) -> None:
         restart_names()
@@ -474,7 +484,7 @@ class Graph:
         return self.whole(buffer.name)
 
     def agree(self, a: Sequence[Index], b: Sequence[Index]) -> bool:
-        """Whether two shapes may be one. What is not known before the run is noted: it has to be so then."""
+        """Whether two shapes may be equal. Sizes unknown before the run are noted in `equal`, to be checked then."""
         pairs = [(m, n) for m, n in zip(a, b, strict=True) if m is not n]
         self.equal |= dict.fromkeys(pairs)
         return not any(m.is_const and n.is_const for m, n in pairs)

@@ -1,7 +1,7 @@
 """The numerics policy as plain data: where a compiled graph may compute differently from eager.
 
-A graph carries its policy. Lowerings, passes and targets ask it, and nobody else looks at the setting. To be exact is
-to have the bits of eager's kernels on the graph's device; what differs between those devices is a row in `EAGER`.
+A graph carries its policy. Lowerings, passes and targets ask it, and nothing else reads the setting. Exact means the
+bits of eager's kernels on the graph's device; the differences between those devices are the rows of `EAGER`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Policy:
-    rounds: bool = False  # between fused operators too, where eager stores a value of half precision
-    # Every value has the bits of eager's kernels for this type of device; an operator whose lowering cannot promise
-    # that, is a call of the kernel itself.
+    rounds: bool = False  # also between fused operators, where eager stores a value of half precision
+    # Every value has the bits of eager's kernels for this type of device. An operator whose lowering cannot promise
+    # that is a call of eager's kernel.
     kernels: str = ""
-    fuses_multiply_add: bool = False  # eager's compiler makes one rounding of a * b + c wherever it sees it
-    reciprocals: bool = False  # what eager divides by a number, it multiplies by the number's reciprocal
-    orders_zeros: bool = False  # of two zeros, eager's maxima are the positive one and its minima the negative one
+    fuses_multiply_add: bool = False  # eager's compiler contracts a * b + c to one rounding wherever it sees it
+    reciprocals: bool = False  # where eager divides by a number, it multiplies by the number's reciprocal
+    orders_zeros: bool = False  # of two zeros, eager's maximum is the positive one and its minimum the negative one
     steps: bool = False  # some of eager's kernels compute in the dtype of their tensors, and round at every step
 
     @property
@@ -26,7 +26,7 @@ class Policy:
 
 
 FAST = Policy()
-# By the type of device. Elsewhere eager's kernels are our own, one operator at a time.
+# The policies by type of device. On other devices eager's kernels are our own, one operator at a time.
 EAGER = {
     "cpu": Policy(rounds=True, kernels="cpu", fuses_multiply_add=True),
     "cuda": Policy(rounds=True, kernels="cuda", fuses_multiply_add=True, reciprocals=True, orders_zeros=True,
@@ -35,14 +35,15 @@ EAGER = {
 
 
 def wants_bits(numerics: str) -> bool:
-    """Whether the setting promises eager's bits: then what is computed otherwise is left to eager."""
+    """Whether the setting promises eager's bits: operators that would be computed differently are then left to
+    eager."""
     return numerics == "eager"
 
 
 def policy_of(numerics: str, device: str) -> Policy:
-    """The policy that the setting `numerics` (fast or eager) asks for on a device.
+    """Returns the policy that the setting `numerics` (fast or eager) asks for on a device.
 
-    near: rounds as eager does, and has its bits where eager's functions are at hand (a CPU's come from a vector
+    near: rounds as eager does, and has its bits where eager's functions are available (a CPU's come from a vector
     library of its own).
     """
     exact = EAGER.get(device) if wants_bits(numerics) or device == "cuda" else None

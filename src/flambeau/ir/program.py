@@ -1,9 +1,9 @@
-"""What the scheduler produces: kernels as loop nests, and the Program that runs them, as plain data.
+"""The output of the scheduler: kernels as loop nests, and the Program that runs them, as plain data.
 
-In a kernel every read is `load(buffer, (address,))` with one linear element address, or `local(name)`, a value
-that the same kernel computed. A loop kernel walks `outer` (the points it is parallel over) and, inside, `inner`
-(what its reductions run over); its stages follow each other for every outer point, so that what one stage
-reduced, the next may use (softmax: max; sum; map).
+In a kernel every read is `load(buffer, (address,))` with one linear element address, or `local(name)`, a value that the
+same kernel computed. A loop kernel walks `outer` (its parallel points) and, inside, `inner` (the points of its
+reductions). Its stages follow each other for every outer point, so that a stage may use the results of the stages
+before it (softmax: max; sum; map).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Param:
     dtype: DType
     written: bool
     aliased: bool = False  # shares memory with another argument
-    reach: Index | None = None  # its elements and those between them, where data say which of them is accessed
+    reach: Index | None = None  # the elements that it spans, if data decide which of them are accessed
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Item:
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
-        """Of what goes by its names."""
+        """The dtypes of the values of its names."""
         return self.combine.dtypes if self.combine else (self.exprs[0].dtype,)
 
 
@@ -68,14 +68,14 @@ def reductions_of(items: Iterable[Item]) -> list[Item]:
 
 
 def identities_of(reductions: Iterable[Item]) -> list[tuple[str, Expr]]:
-    """What the state of each component begins with."""
+    """Returns the names of all components with the identities that their states start from."""
     return [(name, e) for i in reductions for name, e in zip(i.names, i.joins.identity, strict=True)]
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a kernel's loops: a name that the writers for its machine know, and how many columns lie side by side
-    where that is a part of it."""
+    """The form of a kernel's loops: a name that the writers for its machine know, and the number of columns side by
+    side if that is part of the form."""
 
     name: str = ""
     width: int = 0
@@ -84,7 +84,7 @@ class Form:
 class AnySize:
     """A kernel that may be for any size."""
 
-    typical: tuple[tuple[Sym, int], ...]  # what sizes of the run were when the graph was captured
+    typical: tuple[tuple[Sym, int], ...]  # values of run-time sizes when the graph was captured
 
     def about(self, size: Index, unknown: int) -> int:
         return about(size, dict(self.typical), unknown)
@@ -111,51 +111,52 @@ class LoopKernel(AnySize):
         return [i for stage in self.stages for i in stage]
 
     def dtype_of(self) -> dict[str, DType]:
-        """Of each name, in the order of their making."""
+        """The dtype of each name, in the order of definition."""
         return {n: d for i in self.items for n, d in zip(i.names, i.dtypes, strict=True)}
 
     def everything(self) -> list[Expr]:
-        """All expressions."""
+        """Returns all expressions."""
         return [*exprs_of(self.items), *(self.bounds or ())]
 
     def accesses(self) -> list[tuple[str, Index]]:
-        """Where it reads and writes."""
+        """Returns all loads and stores, as buffer and address."""
         return [*((e.attr[0], e.attr[1][0]) for e in loads(*exprs_of(self.items))), *self.stores]
 
     def rewritten(self, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index] | None = None) -> LoopKernel:
-        """With `fn` applied to what its items compute, and symbols replaced in it and in addresses."""
+        """Returns the kernel with `fn` applied to the expressions of its items, and symbols replaced in these and in
+        store addresses."""
         memo: dict[Expr, Expr] = {}
         stages = tuple(tuple(replace(i, exprs=tuple(rewrite(e, fn, mapping, memo) for e in i.exprs)) for i in stage)
                        for stage in self.stages)
         return replace(self, stages=stages, stores=tuple((name, at.subs(mapping or {})) for name, at in self.stores))
 
     def read_back(self, stage: Iterable[Item]) -> set[str]:
-        """What this stage reads of what earlier ones stored at inner points."""
+        """Returns the names stored at inner points by earlier stages that this stage reads."""
         items = list(stage)
         made = {n for i in items for n in i.names}
         stored = {name for name, at in self.stores if name not in made and at.symbols() & {*self.inner}}
         return {e.attr for e in walk(*exprs_of(items)) if e.op == "local"} & stored
 
     def reads_again(self) -> bool:
-        """Whether inner points are read, or read back, by more than one stage."""
+        """Whether values at inner points are loaded, or read back, by more than one stage."""
         reads = [e for stage in self.stages for e in loads(*exprs_of(stage)) if e.attr[1][0].symbols() & {*self.inner}]
         return len({*reads}) < len(reads) or any(map(self.read_back, self.stages))
 
     def is_crossed(self) -> bool:
-        """Whether some of what is reduced lies along another variable of a row than the rest."""
+        """Whether some accesses are contiguous along another variable of a row than the vector variable."""
         return any(at.coefficient(v) is ONE for _, at in self.accesses() if self.vector in at.symbols()
                    for v in self.inner if v is not self.vector)
 
     def across_rows(self) -> list[str]:
-        """What lies the other way than its rows, by name: rows that come one after the other share its lines."""
+        """Returns the buffers that are contiguous across rows: consecutive rows share their cache lines."""
         v, last = self.vector, self.outer[-1] if self.outer else None
         return [] if v is None or last is None else [
             name for name, at in self.accesses()
             if at.symbols() & {*self.inner} and at.coefficient(last) is ONE and at.coefficient(v) not in (ONE, ZERO)]
 
     def transposed_reads(self, masked: bool = False) -> list[Expr]:
-        """What a map reads along the second variable of its tiles, at places that need no computing; `masked`: also
-        where its point says whether it is read."""
+        """Returns a map's loads along the second variable of its tiles, at addresses that need no data. `masked`: also
+        those under a mask that depends only on the point."""
         if self.tile is None or self.vector is None:
             return []
         reads = [e for e in loads(*exprs_of(self.items))
@@ -165,7 +166,7 @@ class LoopKernel(AnySize):
                 and at.symbols() <= {*self.outer, *self.sizes} and not any(isinstance(a, Dyn) for a in at.atoms())]
 
     def inner_position(self) -> Index:
-        """Of an inner point among all of them."""
+        """The position of an inner point among all of them."""
         return flat(self.inner)
 
 
@@ -176,20 +177,20 @@ class ScanKernel(AnySize):
     vector: Sym | None  # an outer variable to vectorise over, or None when the axis is contiguous
     combine: Combine
     exprs: tuple[Expr, ...]
-    finish: tuple[Expr, ...]  # what is stored under each name, over the combine's left components
+    finish: tuple[Expr, ...]  # the values stored under each name, over the combine's left components
     names: tuple[str, ...]
     stores: tuple[tuple[str, Index], ...]
     reverse: bool
     params: tuple[Param, ...]
     sizes: tuple[Sym, ...]
     origins: tuple[str, ...] = ()
-    ordered: bool = False  # parts are joined in one order, whichever is ready first
+    ordered: bool = False  # parts are combined in a fixed order, whichever is ready first
     form: Form = Form()
     typical: tuple[tuple[Sym, int], ...] = ()
 
     def column(self, enough: int) -> Sym | None:
-        """An outer variable along which all results are contiguous, or something that is read across them: the longer
-        one, where so many elements are long enough."""
+        """Returns an outer variable along which all results are contiguous, or some load is: the longest, where
+        `enough` elements count as long enough. None if there is none."""
         crossing = [e.attr[1][0] for e in loads(*self.exprs) if e.attr[1][0].coefficient(self.axis) not in (ONE, ZERO)]
         found = [*(v for v in self.outer if all(a.coefficient(v) is ONE for _, a in self.stores)),
                  *(v for v in self.outer for a in crossing if a.coefficient(v) is ONE)]
@@ -205,9 +206,9 @@ class ScatterKernel(AnySize):
     init: Expr | None  # None: the target already holds its start
     init_address: Index
     vars: tuple[Sym, ...]
-    free: frozenset[Sym]  # variables that go straight into the target: parallel without conflict
+    free: frozenset[Sym]  # variables that index the target directly: parallel without conflict
     address: Index
-    owner: Index | None  # the part of the target that decides which worker owns it, in [0, owners)
+    owner: Index | None  # the part of the target index that decides which worker owns it, in [0, owners)
     owners: Index | None
     value: Expr
     mode: str
@@ -230,7 +231,7 @@ class ScatterKernel(AnySize):
 
 @dataclass(frozen=True)
 class RaggedRole:
-    """Rows, columns or the depth in parts: `nodes.Ragged`."""
+    """The side that is in parts (rows, columns or depth): see `nodes.Ragged`."""
 
     along: str  # "rows", "columns" or "depth"
     part: Sym
@@ -238,7 +239,7 @@ class RaggedRole:
 
 
 class Product(NamedTuple):
-    """One more sum over the same points, with a factor of the first."""
+    """A further sum over the same points, which shares a factor with the first."""
 
     name: str
     left: Expr
@@ -247,8 +248,8 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class TileReduction:
-    """A reduction of each tile's results along rows, columns or both, where a step between slots is given: a slot has
-    what a tile comes to, or nothing. `addresses`: of the first slots, one for each component."""
+    """A reduction of each tile's results along rows, columns or both: those with a step between slots. A slot holds the
+    partial result of a tile, or the identity. `addresses`: the first slot of each component."""
 
     item: Item
     rows: Index | None
@@ -258,10 +259,11 @@ class TileReduction:
 
 @dataclass(frozen=True)
 class ContractKernel(AnySize):
-    """For every point of batch, rows and columns: left * right summed over `depth`, and then `items`, one by one.
+    """The sum of left * right over `depth` for every point of batch, rows and columns, and then `items`, one by one.
 
-    `left` does not depend on the columns and `right` not on the rows. Points next to each other in memory are columns,
-    as far as there are any."""
+    `left` does not depend on the columns and `right` not on the rows. Variables that are contiguous in memory are
+    columns, as far as there are any.
+    """
 
     batch: tuple[Sym, ...]
     rows: tuple[Sym, ...]
@@ -269,7 +271,7 @@ class ContractKernel(AnySize):
     depth: tuple[Sym, ...]
     left: Expr
     right: Expr
-    name: str  # of the sum, a local in the items
+    name: str  # the name of the sum, a local in the items
     items: tuple[Item, ...]
     stores: tuple[tuple[str, Index], ...]
     params: tuple[Param, ...]
@@ -278,8 +280,9 @@ class ContractKernel(AnySize):
     typical: tuple[tuple[Sym, int], ...] = ()
     tf32: bool = False  # factors in float32 may be rounded to what tensor cores take
     ragged: RaggedRole | None = None
-    shares: bool = False  # programs may divide the steps of all tiles, and leave sums to each other
-    promoted: int = 0  # elements whose sum is added in float32, where tensor cores keep fewer digits; 0: all
+    shares: bool = False  # programs may share the steps of all tiles, and leave sums to each other
+    # the number of elements after which sums are added in float32, since tensor cores keep fewer digits; 0: never
+    promoted: int = 0
     more: tuple[Product, ...] = ()
     reductions: tuple[TileReduction, ...] = ()
 
@@ -297,7 +300,7 @@ class ContractKernel(AnySize):
 
 @dataclass(frozen=True)
 class Limit:
-    """Where the mask of attention ends: at column `step` * row + `offset`. The offset is the same for all rows."""
+    """A limit of attention's mask: column `step` * row + `offset`. The offset is the same for all rows."""
 
     step: int  # 0 or 1
     offset: Index
@@ -305,13 +308,14 @@ class Limit:
 
 @dataclass(frozen=True)
 class AttentionKernel(AnySize):
-    """One kernel of attention, in which reads of `node` are addresses. By its role it computes
+    """A kernel of attention, in which loads of `node` have addresses. By its role it computes
 
         out       the result and the logarithms of the rows' sums, a block of rows at a time
         queries   the gradient of queries, a block of rows at a time
-        keys      the gradients of keys, values and whatever is captured, a block of columns at a time
+        keys      the gradients of keys, values and captured tensors, a block of columns at a time
 
-    The mask is `column < limit` for all of `below`, `column >= limit` for all of `since`, and `rest`."""
+    The mask is `column < limit` for all of `below`, `column >= limit` for all of `since`, and `rest`.
+    """
 
     role: str
     node: Attention
@@ -319,7 +323,8 @@ class AttentionKernel(AnySize):
     since: tuple[Limit, ...]
     rest: Expr | None
     stores: tuple[tuple[str, Index], ...]
-    cleared: tuple[tuple[str, tuple[Sym, ...], Index], ...]  # what starts as zero: its elements' variables and places
+    # buffers that start as zero: their elements' variables and addresses
+    cleared: tuple[tuple[str, tuple[Sym, ...], Index], ...]
     params: tuple[Param, ...]
     sizes: tuple[Sym, ...]
     typical: tuple[tuple[Sym, int], ...] = ()
@@ -332,18 +337,18 @@ class AttentionKernel(AnySize):
         return list(self.node.exprs())
 
 
-CHUNK = 4096  # elements of a row that one block of a table has at most
+CHUNK = 4096  # the most elements of a row in one block of a table
 
 
 @dataclass(frozen=True)
 class TableKernel:
     """A map or a reduction of each row of a table: one launch for any number of tensors of any sizes.
 
-    The table has a column of addresses for each pointer of `body` (which reads and writes at its one variable, or
-    at a single place), then one of lengths. `blocks` says who does what: a row, and the first of up to CHUNK elements.
-    A reduction gives one value for each block, next to those of the row's other blocks.
-    The sizes are 2n + 1 for n rows and for n blocks, as no code assumes anything of an odd number and one serves all;
-    then the numbers that `body` computes with.
+    The table has a column of addresses for each pointer of `body` (which reads and writes at its one variable, or at a
+    single place), then one of lengths. `blocks` has the work of each program: a row, and the first of up to CHUNK
+    elements. A reduction gives one value for each block, next to those of the row's other blocks. The sizes are 2n + 1
+    for n rows and for n blocks, because no code is specialized for an odd number, so that one kernel serves all; then
+    the numbers that `body` computes with.
     """
 
     body: LoopKernel
@@ -360,12 +365,12 @@ class TableKernel:
 
     @property
     def columns(self) -> tuple[Param, ...]:
-        """The pointers that stand in the table."""
+        """The pointers whose addresses are in the table."""
         return self.body.params
 
     def steps(self) -> dict[str, int]:
-        """How many elements of a row bring a block's pointer one further: one, or a whole block where a block has one
-        value. What the other pointers point to is read or written in every block."""
+        """Returns the number of a row's elements after which a block's pointer moves by one: one, or a whole block if a
+        block has one value. Pointers that are not listed are at the same place for every block."""
         along = {name for name, at in self.body.accesses() if at.symbols()}
         return {p.name: 1 if p.name in along else CHUNK for p in self.columns
                 if p.name in along or (self.body.inner and p.written)}
@@ -376,15 +381,16 @@ AnyKernel = Kernel | AttentionKernel | TableKernel
 
 
 def sites_of(kernel: Kernel | AttentionKernel) -> dict[Bound, int]:
-    """All that its indices are checked against, and the numbers under which it reports them."""
+    """Returns everything that its indices are checked against, and the numbers under which it reports faults."""
     return heads(e.attr for e in walk(*kernel.everything()) if e.op == "check")
 
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """Where a buffer lives: an input, a fresh output, a place in the arena, or another buffer's memory.
+    """The memory of a buffer: an input, a fresh output, a place in the arena, or another buffer's memory.
 
-    A "list" is an input of which each row of a table has a tensor: it is given as their addresses."""
+    A "list" is an input with one tensor for each row of a table: it is given as their addresses.
+    """
 
     name: str
     dtype: DType
@@ -398,10 +404,10 @@ class BufferPlan:
 @dataclass(frozen=True)
 class Launch:
     kernel: int  # position in Program.kernels
-    args: tuple[str, ...]  # along a table: those of one column after the other
+    args: tuple[str, ...]  # for a table: the buffers of one column after the other
     origins: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = ()  # of the rows, if it goes along a table
-    numbers: tuple[Sym, ...] = ()  # along a table: those that all rows compute with
+    lengths: tuple[int, ...] = ()  # the lengths of rows, for a table
+    numbers: tuple[Sym, ...] = ()  # for a table: the numbers that all rows compute with
     stream: int = 0
 
 
@@ -421,7 +427,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Copy:
-    """dst[...] = src: a mutated input whose new value could not be written in place, or what comes from the host."""
+    """dst[...] = src: a mutated input whose new value could not be written in place, or a tensor fetched from the
+    host."""
 
     dst: str
     src: Value
@@ -431,7 +438,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Fresh:
-    """Memory comes here, on this stream, though another one writes to it first."""
+    """Allocates a buffer here, on this stream, although another stream writes to it first."""
 
     buffer: str
     stream: int = 0
@@ -439,24 +446,26 @@ class Fresh:
 
 # ---- streams ---------------------------------------------------------------------------------------------
 #
-# Stream 0 is the one that the caller is on, found at each run; the others are in `Program.streams`. The host puts the
-# steps on their streams in their order, and a stream runs what is put on it in that order. Between streams nothing is
-# ordered but by events, and by the host where it waits. `place`: the caller's own event, by its place among the objects
-# that a run is given.
+# Stream 0 is the caller's current stream, found at each run; the others are in `Program.streams`. The host enqueues the
+# steps on their streams in order, and a stream runs its steps in that order. Between streams nothing is ordered but by
+# events, and by the host where it waits. `place`: the caller's own event, by its position among the objects that a run
+# is given.
 
 
 @dataclass(frozen=True)
 class Record:
-    """The event happens when all has run that was put on the stream before. Each event has one Record."""
+    """Records an event, which completes when all work enqueued on the stream before it has run. Each event has one
+    Record."""
 
     event: int
     stream: int = 0
-    place: int | None = None  # the caller may wait for it later, elsewhere
+    place: int | None = None  # the caller may wait for it later, outside of this program
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What is put on the stream from here on runs after the event. None: an event that was recorded before the run."""
+    """Makes work enqueued on the stream from here on wait for the event. None: an event that was recorded before the
+    run."""
 
     event: int | None
     stream: int = 0
@@ -465,7 +474,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Synchronize:
-    """The host waits: for an event, for a stream, or for the whole device."""
+    """Makes the host wait: for an event, for a stream, or for the whole device."""
 
     event: int | None = None
     stream: int | None = None
@@ -474,7 +483,7 @@ class Synchronize:
 
 @dataclass(frozen=True)
 class Keep:
-    """The allocator is told that a stream uses a buffer: nobody else gets its memory before that stream is done."""
+    """Tells the allocator that a stream uses a buffer: its memory is not reused before that stream is done."""
 
     buffer: str
     stream: int = 0
@@ -482,21 +491,22 @@ class Keep:
 
 @dataclass(frozen=True)
 class StreamNumbers:
-    """A result: the numbers of these streams, by which a backward finds those of its forward."""
+    """A result that holds the numbers of these streams, by which a backward finds the streams of its forward."""
 
     streams: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Fence:
-    """What is done on the caller's streams and events around work that is on stream 0, or on streams of its own: it
-    comes behind what they have to do by now, and before what they get later."""
+    """Orders work on stream 0, or on streams of its own, with the caller's streams and events: it runs after all work
+    they have so far, and before any that they get later."""
 
-    streams: tuple[int, ...]  # by their places; of a backward: by their positions in the ticket
-    before: tuple[int, ...] = ()  # events that are waited for
-    after: tuple[int, ...] = ()  # events that happen then
-    ticket: int | None = None  # the argument that has the numbers of the streams
-    numbers: int | None = None  # the result that is to have them
+    # by their positions among the call's objects; of a backward: by their positions in the ticket
+    streams: tuple[int, ...]
+    before: tuple[int, ...] = ()  # events to wait for first
+    after: tuple[int, ...] = ()  # events to record afterwards
+    ticket: int | None = None  # the argument that holds the numbers of the streams
+    numbers: int | None = None  # the result that receives them
 
 
 Work = Launch | Call | Copy | Fresh
@@ -524,14 +534,14 @@ def values_in(x: object) -> Iterable[Value]:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps in their order, and all that the executor must know to run them. Equal programs do the same.
+    """The steps in order, and all that the executor needs to run them. Equal programs do the same.
 
     It is called with a list of arguments: tensors, and numbers. `numbers` says how Python finds the numbers of a run;
     each reaches kernels as a word of 64 bits among their sizes.
     """
 
     inputs: tuple[str, ...]
-    arguments: tuple[str, ...]  # at each position the input, or the name by which a number knows it
+    arguments: tuple[str, ...]  # at each position the input, or the name by which `numbers` refers to it
     numbers: tuple[tuple[Sym, Host], ...]
     kernels: tuple[AnyKernel, ...]
     steps: tuple[Step, ...]
@@ -541,10 +551,11 @@ class Program:
     arena_bytes: int = 0
     frees: tuple[tuple[str, ...], ...] = ()  # for each step, the buffers that are dead after it
     notes: tuple[str, ...] = ()  # what was materialised and why
-    streams: tuple[int, ...] = ()  # from 1 on, by their places among the objects of a call; below zero: of its own
+    # streams from 1 on, by their positions among the objects of a call; below zero: streams of its own
+    streams: tuple[int, ...] = ()
     arriving: tuple[str, ...] = ()  # inputs that are ready on stream 0; others are ready wherever they are read
     leaving: tuple[str, ...] = ()  # buffers that have to be ready on stream 0 at the end
-    ticket: str = ""  # of a backward: the argument in which the numbers of its streams are, as its forward saved them
+    ticket: str = ""  # of a backward: the argument that holds the numbers of its streams, as its forward saved them
 
     @cached_property
     def places(self) -> dict[str, BufferPlan]:
@@ -552,7 +563,7 @@ class Program:
         return {b.name: b for b in self.buffers}
 
     def __str__(self) -> str:
-        """All there is to it, a line for each of its parts; sets are sorted."""
+        """Prints every field, one line for each of its parts; sets are sorted."""
         parts = ((f.name, getattr(self, f.name)) for f in fields(self))
         text = "\n".join(f"{name}: {x}" for name, found in parts for x in (found if type(found) is tuple else (found,)))
         return re.sub(r"frozenset\(\{([^{}]*)\}\)", lambda m: f"{{{', '.join(sorted(m[1].split(', ')))}}}", text)

@@ -65,10 +65,10 @@ def philox(seed: Expr, subsequence: Scalar, counter: Expr, word: int = 0) -> Exp
 
 def fold_over(bounds: Sequence[tuple[IndexLike, IndexLike]], inits: Sequence[Expr],
               step: Callable[[tuple[Index, ...], tuple[Expr, ...]], Sequence[Expr]]) -> tuple[Expr, ...]:
-    """A small loop nest inside an expression: carries start at `inits` and become step(index, carries).
+    """Writes a small loop nest inside an expression: carries start at `inits` and become step(index, carries).
 
-    bounds: (first, one past the last) per loop. Loops count from zero: lanes whose ranges begin at different places
-    go through them in step, in as many turns as the longest has.
+    bounds: (first, one past the last) per loop. Loops count from zero: lanes whose ranges begin at different places run
+    them in lockstep, for as many iterations as the longest range has.
     """
     firsts = [as_index(lo) for lo, _ in bounds]
     loops = []
@@ -84,7 +84,8 @@ def fold_over(bounds: Sequence[tuple[IndexLike, IndexLike]], inits: Sequence[Exp
 
 
 def _extent(end: Index) -> Index | None:
-    """The most that a loop's end can be, in sizes alone: loop variables around it are split and renamed later on."""
+    """Returns an upper bound of a loop's end over sizes alone: the loop variables around it are split and renamed later
+    on."""
     high = end.bounds()[1]
     most = upper(end) if high is None else as_index(max(high, 1))
     return most if all(s.extent is None for s in most.symbols()) else None
@@ -92,5 +93,5 @@ def _extent(end: Index) -> Index | None:
 
 def sum_over(bounds: Sequence[tuple[IndexLike, IndexLike]], dtype: DType, term: Callable[[tuple[Index, ...]], Expr]
              ) -> Expr:
-    """The sum of term(index) over such a nest."""
+    """Returns the sum of term(index) over a loop nest as in `fold_over`."""
     return fold_over(bounds, (const(0, dtype),), lambda index, total: (total[0] + term(index),))[0]

@@ -1,16 +1,16 @@
 """A stable sort along one axis, built from other nodes: ranks for short rows, radix sort for long ones.
 
-What is sorted is a key for each element, an integer that is not negative and orders as torch does: NaN above all else,
-zeros of both signs alike. A key of up to 32 bits and the element's place in its row share one word of 64, so that one
-write moves both.
+Elements are sorted by keys, integers that are not negative and order as torch does: NaN above all else, zeros of both
+signs alike. A key of up to 32 bits and the element's place in its row share one word of 64, so that one write moves
+both.
 
     ranks   an element comes after all smaller ones, and after the equal ones before it: one sum over the row
-    rounds  the first few of a row: of what comes after the last one found, the least
+    rounds  for the first few of a row: each round finds the least word that is greater than the last one found
     radix   four bits of the key at a time, the lowest first. Blocks count their digits; a scan of the counts, by digit
-            and then by block, says where those of a block begin; a scan within the block, which of them an element is.
+            and then by block, gives the start of each digit of a block; a scan within the block, the position there.
 
 Digits are counted side by side in words, a field of 16 bits each. A pass drops the bits that it sorted by, so that all
-passes are one text. The order of all writes is fixed by the places: nothing depends on who comes first.
+passes have the same code. The order of all writes is fixed by the places: nothing depends on timing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .nodes import Combine, Shape, Sort, Value, contiguous_strides, narrow
 Place = tuple[Index, ...]
 
 DIGIT = 4  # bits that a pass sorts by
-FIELD = 16  # bits of a count, of which a word has as many as fit
-BLOCK = 1024  # elements that are counted together; the fields hold any count of them
+FIELD = 16  # bits of a count; a word has as many counts as fit
+BLOCK = 1024  # elements that are counted together; a field holds any such count
 PLACE = 31  # bits of a place in a row
 LONGEST = 2**PLACE
 KEY = 32  # bits of a key that share a word with a place
 SHORT = 128  # elements of a row up to which all pairs are compared
-FEW = 32  # elements that are found one after the other, where no more are asked for: a sort passes over a row as often
-PAIRS = 2**21  # pairs of a call up to which they are compared in longer rows too: one launch, not thirty
+FEW = 32  # the most results found in rounds, one pass over the row each: a radix sort takes as many passes
+PAIRS = 2**21  # pairs of a call up to which ranks are used for longer rows too: one launch, not thirty
 
 FIELDS = 64 // FIELD
 WORDS = 2**DIGIT // FIELDS
@@ -46,13 +46,14 @@ WORDS = 2**DIGIT // FIELDS
 
 
 def key_bits(dtype: DType) -> int:
-    """How many bits of a key differ between elements. Numbers of float16 are among those of float32 that end in 13
-    zeros, those of bfloat16 in 16."""
+    """The number of bits in which keys of a dtype differ. As float32, numbers of float16 end in 13 zero bits, those of
+    bfloat16 in 16."""
     return 1 if is_bool(dtype) else {torch.float16: 19, torch.bfloat16: 16}.get(dtype, 8 * dtype.itemsize)
 
 
 def key_of(x: Expr, descending: bool = False) -> Expr:
-    """An int64 of key_bits(x.dtype) bits, those of 64 as they are in memory, that orders without a sign as x does."""
+    """Returns an int64 key of key_bits(x.dtype) bits that orders as x does when compared without a sign. A key of 64
+    bits fills the int64."""
     bits = key_bits(x.dtype)
     if is_float(x.dtype):
         wide = opmath(x.dtype)
@@ -60,7 +61,7 @@ def key_of(x: Expr, descending: bool = False) -> Expr:
         whole, size = (torch.int32, 32) if wide is torch.float32 else (torch.int64, 64)
         most = 2**(size - 1) - 1
         raw = Expr("bitcast", whole, (x,))
-        # Of negative numbers the greater has the lower bits.
+        # Among negative numbers the greater has the lower bits.
         raw = where(binary("eq", x, 0), 0, where(raw < 0, raw ^ most, raw))
         key = cast(where(unary("isnan", x), most, raw), torch.int64)
         key = binary("shr", key, size - bits) if bits < size else key
@@ -78,8 +79,8 @@ def key_of(x: Expr, descending: bool = False) -> Expr:
 
 
 def sort(x: Value, axis: int, descending: bool = False, first: IndexLike | None = None) -> tuple[Value, Value]:
-    """The values of x sorted along an axis, or the first so many of them, and where they were, as int64; equal ones
-    stay in order."""
+    """Returns the values of x sorted along an axis, or the `first` of them, and their original positions as int64.
+    Equal values keep their order."""
     if not build.graph().capabilities.sorts:
         strides = contiguous_strides(x.shape)
         found = build.extern(torch.ops.aten.sort.stable, (x,), {"stable": True, "dim": axis, "descending": descending},
@@ -94,7 +95,7 @@ def sort(x: Value, axis: int, descending: bool = False, first: IndexLike | None 
 
 
 def argsort(x: Value, axis: int, descending: bool = False, first: IndexLike | None = None) -> Value:
-    """Where the elements of x come from that are sorted along an axis."""
+    """Returns the original positions of the elements of x in sorted order along an axis."""
     n, count = x.shape[axis], x.shape[axis] if first is None else as_index(first)
     rows = x.view((*x.shape[:axis], *x.shape[axis + 1:], n), lambda i: (*i[:axis], i[-1], *i[axis:-1]))
     if first is not None and _are_few(rows, count):
@@ -141,7 +142,7 @@ def _is_short(shape: Shape) -> bool:
 
 
 def _most(size: Index) -> int | None:
-    """The greatest index below a size, if it is known."""
+    """Returns the greatest index below a size, if it is known."""
     high = size.bounds()[1]
     return None if high is None else max(high - 1, 0)
 
@@ -151,7 +152,7 @@ def _by_rank(rows: Value, descending: bool) -> Value:
     wide = torch.int64 if key_bits(rows.dtype) > KEY else torch.int32
     offset = -(2**63) if wide is torch.int64 else -(2**31)
 
-    def key(i: Place) -> Expr:  # with a sign again: the compare that every vector unit has
+    def key(i: Place) -> Expr:  # signed again: every vector unit has that comparison
         e = key_of(rows.load(i), descending)
         return e ^ offset if wide is torch.int64 else cast(e + offset if key_bits(rows.dtype) == KEY else e, wide)
 
@@ -168,14 +169,15 @@ def _by_rank(rows: Value, descending: bool) -> Value:
 
 
 def _moved(shape: Shape, place: Callable[[Place], Expr], value: Callable[[Place], Expr]) -> Value:
-    """A row whose element place(i) is value(i); no two have one place."""
+    """Returns rows whose element place(i) is value(i); the places are a permutation."""
     high = _most(shape[-1])
     return build.scatter(shape, lambda o: const(0, torch.int64), shape,
                          lambda i: (*i[:-1], computed(place(i), 0, high)), value, permutes=True)
 
 
 def _by_digits(rows: Value, descending: bool) -> Value:
-    """Keys wider than a word has room for are sorted by their low bits, and then, in that order, by the others."""
+    """Sorts by digits. Keys too wide for a word are sorted by their low bits, and then, in that order, by the
+    others."""
     bits = key_bits(rows.dtype)
     words = build.pointwise(rows.shape, lambda i: _joined(_part(rows, i, descending, 0), index_value(i[-1])), laid=True)
     words = _sorted(words, min(bits, KEY))
@@ -217,7 +219,7 @@ def _digit(word: Expr) -> Expr:
 
 @cache
 def _counts(extra: int = 0) -> Combine:
-    """Sums of words of fields; and a value that only the last element has."""
+    """Returns a combine that sums words of fields, and keeps the extra components of the last element."""
 
     def fn(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
         return *(x + y for x, y in zip(a[:WORDS], b[:WORDS], strict=True)), *b[WORDS:]
@@ -226,14 +228,14 @@ def _counts(extra: int = 0) -> Combine:
 
 
 def _one(digit: Expr, inside: Expr) -> tuple[Expr, ...]:
-    """One of that digit, as words of counts."""
+    """Returns a count of one for a digit, as words of counts."""
     one = binary("shl", const(1, torch.int64), cast(digit & (FIELDS - 1), torch.int64) * FIELD)
     word = binary("shr", digit, FIELDS.bit_length() - 1)
     return tuple(where(inside & binary("eq", word, w), one, 0) for w in range(WORDS))
 
 
 def _count(words: Sequence[Expr], digit: Expr) -> Expr:
-    """How many of a digit there are in words of counts."""
+    """Returns the count of a digit in words of counts."""
     which, chosen = binary("shr", digit, FIELDS.bit_length() - 1), words[0]
     for w in range(1, WORDS):
         chosen = where(binary("eq", which, w), words[w], chosen)
@@ -242,7 +244,7 @@ def _count(words: Sequence[Expr], digit: Expr) -> Expr:
 
 
 def _pass(words: Value) -> Value:
-    """The rows sorted by the lowest digits of their keys, which are then gone."""
+    """Sorts the rows by the lowest digits of their keys, and shifts these digits out."""
     *outer, n = words.shape
     blocks = ceildiv(n, BLOCK)
     size = ceildiv(n, blocks) if n.is_const and n.const else as_index(BLOCK)

@@ -22,7 +22,7 @@ def number(value: int, unit: str, reason: str) -> Any:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What passes ask of any machine."""
+    """The numbers that passes need for any machine."""
 
     cheap: int = number(4, "operations", "worth computing twice")
     cheap_beside_memory: int = number(0, "operations", "the same where memory alone counts; 0 where it does not")
@@ -50,7 +50,7 @@ class Tuning:
     table_launches: int = number(4, "launches", "fewer of one form are not worth a table")
     worker_side: int = number(64, "rows or columns", "the part of a matrix product that is worth a worker")
     worker_depth: int = number(512, "elements", "a shorter piece of a long product is not worth a result of its own")
-    # The cost of a matrix product, in the time of 16 products: which side vectors run along.
+    # The cost of a matrix product, in units of 16 multiplications: decides which side vectors run along.
     tile_high: int = number(6, "rows", "of a tile of sums in registers: 6 x 2 vectors leave 4 of 16 for the factors")
     tile_wide: int = number(16, "columns of float32", "two vectors of a tile")
     block_rows: int = number(192, "rows", "of a block whose factors and sums fit a second-level cache together; after "
@@ -59,14 +59,14 @@ class Tuning:
     scattered_result: int = number(16, "times 16 products", "to write one result that is not beside the last")
     expensive_combine: int = number(16, "operations", "of a scan: a cheaper step waits for memory, not for itself")
     scan_side_by_side: int = number(8, "rows", "that a scan takes together, so that no step waits for the one before")
-    # Products of a library. The times are those of an H200, in bfloat16, with a vocabulary of 50257.
+    # Library products. The times are those of an H200, in bfloat16, with a vocabulary of 50257.
     product_line: int = number(0, "bytes", "of which the lines of all matrices are multiples, or another kernel takes "
                                            "the product; 0: no matter")
     product_rate: int = number(600_000, "operations of 16 bits a nanosecond", "of a product whose lines are multiples")
     product_rate_else: int = number(90_000, "operations of 16 bits a nanosecond", "of one with a line that is none")
     memory_rate: int = number(4_000, "bytes a nanosecond", "read and written")
     launch: int = number(4_000, "nanoseconds", "of a kernel that has next to nothing to do")
-    # Steps side by side.
+    # Steps on several streams.
     launch_recorded: int = number(2_000, "nanoseconds", "the same in a CUDA graph")
     stream_wait: int = number(1_500, "nanoseconds", "of a step that waits for one on another stream, in a CUDA graph")
     filled: int = number(1 << 18, "elements", "of a result that keep all of the machine's threads busy")
@@ -75,11 +75,11 @@ class Tuning:
     convolved_channels: int = number(64, "channels", "with no more of them a library convolves images as they lie")
 
     def even(self, length: int) -> int:
-        """About so many elements of a row, as a piece of it has them."""
+        """Rounds the length of a row's piece up to an even one."""
         return -(-length // self.split_even) * self.split_even
 
     def pieces(self, rows: int, columns: int, depth: int, batch: int, itemsize: int, programs: int) -> int:
-        """Into how many parts the sum of a product is cut, each a worker's, which `programs` do at once."""
+        """The number of pieces into which the sum of a product is cut, one for each worker; `programs` run at once."""
         tiles = -(-rows // self.worker_side) * -(-columns // self.worker_side) * batch
         return min(programs // max(tiles, 1), depth // self.worker_depth)
 
@@ -312,7 +312,7 @@ class BlockTuning(Tuning):
     scattered: int = number(256, "elements", "of a program that writes them one by one")
 
     def even(self, length: int) -> int:
-        """A power of two, or several whole tiles: no lanes are idle."""
+        """Rounds to a power of two, or to whole tiles, so that no lanes are idle."""
         if length > self.row:
             return -(-length // self.piece) * self.piece
         high = 1 << (length - 1).bit_length()
@@ -320,7 +320,7 @@ class BlockTuning(Tuning):
 
 
 def explain(table: Tuning) -> Iterator[tuple[str, int, str, str]]:
-    """Name, value, unit and reason of every number."""
+    """Yields name, value, unit and reason of every number."""
     for f in fields(table):
         if f.metadata:
             yield f.name, getattr(table, f.name), f.metadata["unit"], f.metadata["reason"]
@@ -328,36 +328,37 @@ def explain(table: Tuning) -> Iterator[tuple[str, int, str, str]]:
 
 @dataclass(frozen=True)
 class ProductTile:
-    """The part of a product that one program sums: rows and columns, bytes of the depth that come at once, how many
-    such pieces are on their way, and warps. Tiles go through `group` rows of tiles together, which share columns."""
+    """The part of a product that one program sums: rows and columns, bytes of the depth per step, the number of
+    pipeline stages, and warps. Programs go through `group` rows of tiles together, which share columns."""
 
     high: int
-    wides: tuple[int, ...]  # columns, in parts with sums of their own
+    wides: tuple[int, ...]  # columns, in parts with accumulators of their own
     deep: int
     stages: int
     warps: int
     group: int = 8
-    least_steps: int = 4  # of a program, where they are divided among as many as there can be
+    least_steps: int = 4  # the fewest steps of a program, if all steps are divided among as many programs as possible
     tail: int = 0  # operations that follow each sum
-    loose: bool = False  # factors come element by element, through registers
+    loose: bool = False  # factors are loaded element by element, through registers
 
     @property
     def wide(self) -> int:
         return sum(self.wides)
 
     def cut(self, depth: int, itemsize: int) -> ProductTile:
-        """No deeper than the sums are, as far as tensor cores take that, and with no more pieces than these have."""
+        """Returns a tile no deeper than the sum is, as far as tensor cores allow, and with no more stages than the sum
+        has steps."""
         least = max(16 * itemsize, 32)
         deep = min(self.deep, max(least, itemsize << max(depth - 1, 0).bit_length()))
         return replace(self, deep=deep, stages=max(1, min(self.stages, -(-depth * itemsize // deep))))
 
     def registers(self, itemsize: int) -> int:
-        """Of a thread, for sums, and for elements of factors with their places."""
+        """Registers of a thread for sums, and for loose elements of factors with their addresses."""
         elements = (self.high + self.wide) * self.deep // itemsize if self.loose else 0
         return (2 * self.high * self.wide + 3 * elements) // (2 * BLOCKS.warp * self.warps)
 
     def side_by_side(self, itemsize: int) -> int:
-        """Programs on one processor at once that begin as others end."""
+        """Programs that one processor holds at once, where some begin as others end."""
         registers = BLOCKS.warp * self.warps * (self.registers(itemsize) + BLOCKS.tile_registers)
         return max(1, min(BLOCKS.shared_most // self.shared(itemsize), BLOCKS.registers_most // registers))
 
@@ -366,26 +367,26 @@ class ProductTile:
         return self.stages * (self.high + self.wide) * max(self.deep, 16 * itemsize)
 
     def resident(self, itemsize: int) -> int:
-        """Programs on one processor at once."""
+        """Programs that one processor holds at once."""
         return max(1, min(BLOCKS.shared_most // self.shared(itemsize),
                           BLOCKS.threads_most // (BLOCKS.warp * self.warps)))
 
 
 WAYS = ("once", "turns", "shares", "pieces")
-PIECES = range(2, 33)  # of the depth: so many may be read at once
+PIECES = range(2, 33)  # pieces of the depth: a second launch reads so many at once
 
 
 @dataclass(frozen=True)
 class Way:
-    """A tile, and who sums which: codegen/triton/tensor_cores/contractions.py."""
+    """A tile, and how the work is divided among programs: see codegen/triton/tensor_cores/contractions.py."""
 
     tile: ProductTile
     how: str = "once"
     pieces: int = 1
-    turned: bool = False  # rows are columns, and columns rows
+    turned: bool = False  # rows and columns are swapped
 
     def cost(self, sizes: Sequence[int], itemsize: int) -> float:
-        """Of a product, in cycles."""
+        """The modelled cost of a product, in cycles."""
         rows, columns, depth, batch = sizes
         t, units = self.tile, BLOCKS.processors
         tiles, resident = -(-rows // t.high) * -(-columns // t.wide) * batch, t.resident(itemsize)
@@ -420,8 +421,8 @@ POINTS = PointTuning()
 BLOCKS = BlockTuning()
 
 
-# What was fastest somewhere among 24 forms on an H200 (12 shapes, bfloat16); the first is as fast as cuBLAS from 4096
-# rows, columns and depth on.
+# Each was the fastest somewhere among 24 forms on an H200 (12 shapes, bfloat16); the first is as fast as cuBLAS from
+# 4096 rows, columns and depth on.
 TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 3, 8),
          ProductTile(128, (128,), 128, 4, 4), ProductTile(128, (128,), 128, 4, 8), ProductTile(256, (128,), 128, 3, 8),
          ProductTile(128, (128, 64), 128, 4, 8), ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4),
@@ -432,21 +433,20 @@ TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """The part of attention that one program has at a time: rows and columns of scores, how many blocks are on their
-    way at once, and warps."""
+    """The part of attention that one program has at a time: rows and columns of scores, the number of pipeline stages,
+    and warps."""
 
     high: int
     wide: int
     stages: int
     warps: int
-    listed: int = 3  # blocks of a side from which on it is worth a launch to list those that a mask leaves
+    listed: int = 3  # blocks of a side from which on a launch pays that lists the blocks that a mask leaves
 
 
-# By bytes of a factor, role and size of a head. Those of 16 bits and up to 128 elements are the fastest of 350 forms on
-# an H200 (4 x 16 heads, length 4096). A single kernel for both gradients takes longer, though it has five products for
-# a block where two kernels have seven: it waits for what it adds to memory. The copy engine reads no faster than
-# pointers.
-# Beside the first of each stands one that is faster for other masks or lengths.
+# By bytes of a factor, role and size of a head. The tiles for 16 bits and up to 128 elements are the fastest of 350
+# forms on an H200 (4 x 16 heads, length 4096). A single kernel for both gradients takes longer, although it has five
+# products for a block where two kernels have seven: it waits for its additions to memory. The copy engine reads no
+# faster than pointers. After the first tile of each entry comes one that is faster for other masks or lengths.
 ATTENTION: dict[tuple[int, str], dict[int, tuple[AttentionTile, ...]]] = {
     (2, "out"): {64: (AttentionTile(64, 64, 3, 4), AttentionTile(64, 128, 2, 4)),
                  128: (AttentionTile(64, 64, 3, 4), AttentionTile(128, 64, 3, 8)),
@@ -466,8 +466,8 @@ ATTENTION: dict[tuple[int, str], dict[int, tuple[AttentionTile, ...]]] = {
 
 
 def attention_tile(role: str, head: int, itemsize: int, draws: bool, number: int = 0) -> AttentionTile:
-    """The first, or another one where there is one. `draws`: a random number for each score takes more registers than
-    the score."""
+    """Returns the tile with this number, or the last one. `draws`: a random number for each score takes more registers
+    than the score."""
     found = next(tiles for size, tiles in ATTENTION[itemsize, role].items() if head <= size)
     tile = found[min(number, len(found) - 1)]
     return replace(tile, high=64) if draws and tile.high > 64 else tile
@@ -480,13 +480,13 @@ MOST_WARPS = 32
 
 @dataclass(frozen=True)
 class Scale:
-    """How far a kernel's blocks are from what the table says: elements of a program and its warps in powers of two,
-    pieces that are on their way at once in ones."""
+    """The difference of a kernel's blocks from the table's: elements of a program and its warps as powers of two,
+    pipeline stages as a number to add."""
 
     elements: int = 0
     warps: int = 0
     stages: int = 0
-    tile: int = 0  # of a matrix product, or of attention: which of its tiles, the best by the table first
+    tile: int = 0  # of a matrix product, or of attention: the index among its tiles, the best by the table first
 
     def sized(self, elements: int) -> int:
         return max(1, shifted(elements, self.elements))
@@ -503,9 +503,9 @@ def shifted(n: int, by: int) -> int:
 
 
 UNSCALED = Scale()
-# What is worth a try: twice and half of the elements, with as many warps or as many elements for each thread; the same
-# elements on twice and half of the threads; fewer pieces on their way.
+# The variants worth a try: twice and half of the elements, with as many warps or as many elements for each thread; the
+# same elements on twice and half of the threads; fewer stages.
 AROUND = (Scale(elements=1), Scale(elements=-1), Scale(elements=1, warps=1), Scale(elements=-1, warps=-1),
           Scale(warps=1), Scale(warps=-1), Scale(stages=-2))
-OTHER_TILES = tuple(Scale(tile=k) for k in range(1, 9))  # of a product: those that may be as good
+OTHER_TILES = tuple(Scale(tile=k) for k in range(1, 9))  # of a product: the tiles that may be as good
 OTHER_BLOCKS = (Scale(tile=1),)  # of attention

@@ -11,7 +11,7 @@ from .nodes import Contract, Extern, Graph, Node, Partial, Pointwise, Reduce, Sc
 
 
 class VerificationError(AssertionError):
-    """A graph broke a rule of the language; the message names node, rule and pass."""
+    """Raised when a graph breaks a rule of the language; the message names node, rule and pass."""
 
 
 def verify(graph: Graph, when: str = "") -> None:
@@ -81,12 +81,13 @@ def _verify_exprs(graph: Graph, n: Node, sizes: set[Sym], fail) -> None:  # type
     if isinstance(n, Segment) and len(n.axes) != 1:
         fail(n, "a segment runs over exactly one axis")
     for name, d in zip(n.names, dtypes, strict=False):
-        if graph.buffers[name].dtype is not d and not isinstance(n, Scan):  # a scan may store less than it keeps
+        # a scan may store narrower values than it carries
+        if graph.buffers[name].dtype is not d and not isinstance(n, Scan):
             fail(n, f"computes {d} into {name} of {graph.buffers[name].dtype}")
 
 
 def check_expr(e: Expr, graph: Graph) -> str | None:
-    """What is wrong with one expression node, or None."""
+    """Returns what is wrong with one expression node, or None."""
     if e.op == "load":
         name, index = e.attr
         b = graph.buffers.get(name)

@@ -17,27 +17,26 @@ from flambeau.targets.background import Closing, fork_safe, start
 from flambeau.targets.cache import shared_cache
 from flambeau.targets.toolchain import Extension, find_toolchain, whole_text
 
-LONG = 5  # seconds of a build that people are told of
+LONG = 5  # seconds: longer builds are announced
 
 log = logging.getLogger(__name__)
 
-# Headers of torch are most of the work, and what runs often is small: -O2 takes twice the time and gains nothing.
+# Most of the time is spent on torch's headers, and the hot code is small: -O2 takes twice as long and gains nothing.
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 
 
 def source(name: str) -> str:
-    """A file of this folder, with those that it includes."""
+    """The text of a file in this folder, with the files that it includes inlined."""
     return whole_text(Path(__file__).with_name(f"{name}.cpp"))
 
 
 def load_native(name: str, what: str, text: str | None = None, load: Callable[[Path], Any] | None = None,
                 seconds: int = 20) -> Any:
-    """The Python module, or what `load` makes of the library, that a text is compiled to; by default, the file of that
-    name. CompileError where there is nothing to compile with.
+    """Compile a text (by default the file `name`) and load it: as a Python module, or with `load`. Raises CompileError
+    if there is no compiler.
 
-    `what` names it to people, who are told of builds that take long. A process loads it once, whether it compiled it
-    or not.
+    `what` names it for users, who are told about long builds. A process loads it once, whether or not it compiled it.
     """
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
     home = Path(torch.__file__).parent
@@ -65,8 +64,8 @@ def _built(extension: Extension, what: str, seconds: int) -> Any:
 
 
 class Background:
-    """An extension that is built, or loaded, once and in the background; until then, and where there is none, Python
-    does its work. `opened` makes it ready; `without` says what it is like without."""
+    """An extension that is built or loaded once, in the background. Until it is ready, and if it cannot be built,
+    Python code does its work. `opened` initializes it; `without` describes the effect of not having it."""
 
     def __init__(self, name: str, what: str, opened: Callable[[Any], Any], seconds: int, without: str,
                  text: str | None = None) -> None:
@@ -89,14 +88,14 @@ class Background:
                     self._done = True
 
     def wait(self) -> Any:
-        """The module; None where there cannot be one, or in a process that was forked while another thread built it."""
+        """The module; None if it cannot be built, or in a process that was forked while another thread built it."""
         self.begin()
         if not self._done and self._thread is not None:
             self._thread.join()
         return self._module
 
     def tell(self, hear: Callable[[Any], None]) -> None:
-        """Call `hear` with the module: now, or when it is there."""
+        """Call `hear` with the module: now, or once it is ready."""
         self.begin()
         with self._lock:
             if not self._done:
@@ -113,7 +112,7 @@ class Background:
             module = found
         except Closing:
             pass
-        except Exception as error:  # whatever it is, programs run
+        except Exception as error:  # whatever fails, programs run without the extension
             log.warning("%s: %s", self.without, error)
         with self._lock:
             self._module, self._done = module, True
@@ -121,5 +120,5 @@ class Background:
         for hear in told if module is not None else ():
             try:
                 hear(module)
-            except Exception as error:  # of an operator that is gone, say: this listener is left as it was
+            except Exception as error:  # e.g. an operator no longer exists: this listener keeps its Python version
                 log.warning("%s: %s", self.without, error)

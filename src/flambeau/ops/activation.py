@@ -46,8 +46,8 @@ def leaky_relu(x: Expr, negative_slope: float = 0.01) -> Expr:
 
 
 def _sign_of_result(find: Callable[..., Any], grad: Any, x: Any, slope: Any, is_result: bool) -> tuple[Any, ...]:
-    """The gradient asks for the sign of the argument. The result has the same, and is kept anyway for what reads it: an
-    argument that the norm before it computed, need not be."""
+    """Read the result instead of the argument: the gradient only needs the sign, which is the same, and the result is
+    saved anyway for its readers. An argument computed by a preceding norm then need not be saved."""
     if is_result or not isinstance(slope, float | int) or slope <= 0:
         return grad, x, slope, is_result
     made = find(aten.leaky_relu.default, x, slope) or (find(aten.leaky_relu.default, x) if slope == 0.01 else None)
@@ -56,7 +56,7 @@ def _sign_of_result(find: Callable[..., Any], grad: Any, x: Any, slope: Any, is_
 
 @lower_pointwise(aten.leaky_relu_backward, operands=2, exact=EVERYWHERE, keeps_less=_sign_of_result)
 def leaky_relu_backward(grad: Expr, x: Expr, negative_slope: float, self_is_result: bool = False) -> Expr:
-    """The result has the sign of its argument, so either will do."""
+    """Works with the argument or the result, because they have the same sign."""
     return where(x > 0, grad, grad * negative_slope)
 
 
@@ -77,13 +77,13 @@ def _prelu_backward_weight(grad: Expr, x: Expr) -> Expr:
 
 @lower(aten._prelu_kernel_backward, exact=EVERYWHERE)
 def prelu_backward(grad: Value, x: Value, weight: Value) -> tuple[Value, Value]:
-    """The weight's gradient is per element; its sum over what was broadcast is another operator."""
+    """The weight's gradient is per element; another operator sums it over the broadcast dimensions."""
     return _prelu_backward_x(grad, x, weight), _prelu_backward_weight(grad, x)
 
 
 @lower_pointwise(aten.hardtanh, operands=1, exact=EVERYWHERE, strides="preserved")
 def hardtanh(x: Expr, min_val: float = -1, max_val: float = 1) -> Expr:
-    if x.dtype is torch.uint8:  # which has no negative bounds: older releases of torch raise, newer ones cut at zero
+    if x.dtype is torch.uint8:  # uint8 has no negative bounds: older torch releases raise, newer ones clamp at zero
         min_val, max_val = max(min_val, 0), max(max_val, 0)
     return clamp(x, min_val, max_val)
 
@@ -121,7 +121,7 @@ _nothing = by_kernels(lambda x: x * 0, cuda=lambda x: where(isnan(x), x, 0))
 
 @lower_pointwise(aten.softshrink, operands=1, exact=ON_CUDA)
 def softshrink(x: Expr, lambd: float = 0.5) -> Expr:
-    """The middle keeps NaN."""
+    """NaN falls into the middle case, and stays."""
     width = stored(lambd, x)
     return where(x > width, x - width, where(x < -width, x + width, _nothing(x)))
 
@@ -133,7 +133,7 @@ def hardshrink(x: Expr, lambd: float = 0.5) -> Expr:
 
 
 def _shrink_backward(grad: torch.Tensor, x: torch.Tensor, lambd: float) -> Any:
-    """Torch cannot compute its metadata with symbolic sizes."""
+    """Keep the operator whole for symbolic sizes, for which torch cannot compute its metadata."""
     if all(isinstance(n, int) for n in x.shape):
         return NotImplemented  # then the operator stays whole
     return torch.where((x >= -lambd) & (x <= lambd), 0.0, grad)
@@ -164,7 +164,7 @@ def elu_backward(grad: Value, alpha: float, scale: float, input_scale: float, is
     def formula(grad: Expr, x: Expr) -> Expr:
         most, start = const(alpha, x.dtype) * scale, grad * input_scale
         slope = start * (x + most) if is_result else start * most * exp(x * input_scale)
-        return where(x <= 0, slope, grad * scale)  # so that NaN has the slope of what is above zero
+        return where(x <= 0, slope, grad * scale)  # written so that NaN has the slope of positive arguments
 
     return pointwise(formula)(grad, x)
 
@@ -199,7 +199,7 @@ def tanh_backward(grad: Expr, y: Expr) -> Expr:
 
 
 def _exp_of_minus_abs(x: Expr) -> Expr:
-    """In (0, 1]: never overflows."""
+    """exp(-|x|), in (0, 1]: never overflows."""
     return exp(-abs_(x))
 
 
@@ -242,7 +242,7 @@ def logit(x: Expr, eps: float | None = None) -> Expr:
 
 @lower_pointwise(aten.logit_backward, operands=2, exact=ON_CUDA)
 def logit_backward(grad: Expr, x: Expr, eps: float | None = None) -> Expr:
-    """Outside of the interval the function is flat, or undefined where no eps bounds it."""
+    """Outside of the interval the slope is zero, or NaN if there is no eps."""
     low, outside = (0.0, math.nan) if eps is None else (eps, 0.0)
     return where((x < low) | (x > 1 - const(low, x.dtype)), outside, grad / (x * (1 - x)))
 
@@ -284,7 +284,7 @@ def mish_backward(grad: Expr, x: Expr) -> Expr:
 
 
 def _halves(x: Value, dim: int) -> tuple[tuple[Index, ...], Any, Any]:
-    """The shape of half of x along dim, and what reads the first and the second half."""
+    """The shape of half of x along dim, and functions that read the first and the second half."""
     dim = wrap_dim(dim, x.rank)
     size = x.shape[dim] // 2
     shape = tuple(size if k == dim else n for k, n in enumerate(x.shape))

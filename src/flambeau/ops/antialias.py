@@ -34,7 +34,7 @@ def cubic(x: Expr) -> Expr:
 
 
 class Antialiased(Axis):
-    """The filter is zero beyond `radius` cells of the coarser side."""
+    """A filter that is zero beyond `radius` cells of the coarser side."""
 
     radius: float
     shape: Callable[[Expr], Expr]
@@ -68,7 +68,7 @@ class Antialiased(Axis):
         return computed(first, 0, top), computed(end, 0, top), most
 
     def reach(self, y: Index) -> tuple[Index, Index, int | None]:
-        """The outputs with their centre near input y, and one more on either side: a span is cut in floats."""
+        """The outputs whose centre is near input y, plus one on either side, because spans are computed in floats."""
         s, m, top = self.known_scale, index_value(self.m), self.m.bounds()[1]
         if s == 0:
             return as_index(0), self.m, int(self.m) if self.m.is_const else None
@@ -82,7 +82,7 @@ class Antialiased(Axis):
         return type(self).shape((index_value(y, self.dtype) - self.centre(o) + 0.5) * (1 / self.wide))
 
     def weights(self) -> Callable[[Index, Index], Expr]:
-        """How much of input y is in output o."""
+        """A function for the weight of input y in output o."""
 
         def total(o: Index) -> Expr:
             low, high, _ = self.span(o)
@@ -93,7 +93,7 @@ class Antialiased(Axis):
         def weight(o: Index, y: Index) -> Expr:
             first, end = self.ends(o)
             read = (index_value(y) >= first) & (index_value(y) < end) & (index_value(o) < index_value(self.m))
-            # Beyond the last output there is no total to read; its span is past the end of the input as well.
+            # Outputs beyond the last one have no total, and their span is past the end of the input too.
             some = totals(computed(clamp(index_value(o), 0, index_value(self.m - 1))))
             return where(read, self.raw(o, y) / some, 0)
 

@@ -62,18 +62,18 @@ def is_number(x: Any) -> bool:
 
 
 def is_known_before(x: Any) -> bool:
-    """Whether the host knows it when it starts a kernel."""
+    """Whether the host knows the value when it launches a kernel."""
     return is_number(x) or x.host
 
 
 def as_it_is(x: Any, beside: Any) -> Any:
-    """A scalar that meets small floats, not rounded to their dtype first."""
+    """Let a scalar act as a number beside float16 or bfloat16 tensors, so that it is not rounded to their dtype."""
     meets = isinstance(x, Value) and not x.rank and are_small(beside) and beside.rank
     return replace(x, number=True) if meets else x
 
 
 def from_host(a: Any, b: Any) -> tuple[Any, Any]:
-    """Operands of kernels that on GPUs take scalars of the host as they are."""
+    """The operands of kernels that on GPUs take host scalars without rounding them."""
     def read(x: Any, beside: Any) -> Any:
         return as_it_is(x, beside) if isinstance(x, Value) and x.host and build.policy().kernels == "cuda" else x
 
@@ -81,7 +81,7 @@ def from_host(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def without_host(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Whether scalars of the host are rounded first, depends on the kernel that eager takes: there it is called."""
+    """Leave calls with host scalars to eager on GPUs: whether they are rounded first depends on its kernel."""
     def lowered(*operands: Any, **named: Any) -> Any:
         if build.policy().kernels == "cuda" and any(
                 isinstance(x, Value) and x.host and not x.number for x in (*operands, *named.values())):
@@ -92,7 +92,7 @@ def without_host(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def whole_factor(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """The factor takes no part in promotion: eager cuts it off where tensors are whole numbers."""
+    """Truncate a float factor if the tensors are integers, as eager does; the factor does not affect type promotion."""
     def lowered(x: Any, a: Any, b: Any, value: Any = 1) -> Any:
         if isinstance(value, float) and not any(is_float(t.dtype) for t in (x, a, b)):
             value = int(value)
@@ -106,8 +106,8 @@ def are_small(*operands: Any) -> bool:
 
 
 def in_vectors_alone(a: Any, b: Any, alpha: Any) -> bool:
-    """Whether eager adds with one rounding in its vectors, and not in what is left over: of small floats multiples and
-    numbers; of large ones a multiple of what is the same along a vector."""
+    """Whether eager's CPU vector code adds with a single rounding, but its scalar remainder loop does not: for small
+    floats, multiples and numbers; for large ones, a multiple of a value that is constant along the vector."""
     once = isinstance(alpha, (int, float)) and alpha == 1
     if are_small(a, b):
         return not once or is_number(a) or is_number(b)
@@ -145,7 +145,7 @@ def rsub(a: Expr, b: Expr, alpha: Any = 1) -> Expr:
 
 
 def unrounded(a: Any, b: Any) -> Any:
-    """A scalar that small floats are multiplied or divided by: eager takes it as it is, but for a GPU's own."""
+    """A scalar factor or divisor of small floats: eager does not round it, except for scalars in GPU memory."""
     return b if build.policy().kernels == "cuda" else as_it_is(b, a)
 
 
@@ -160,7 +160,7 @@ def mul(a: Any, b: Any) -> Value:
     return made
 
 
-if has_fma():  # not every release has it
+if has_fma():  # missing in some releases
     table("default", {prims.fma: fma})
 
 
@@ -215,7 +215,7 @@ def quotient(a: Any, b: Any) -> Value:
 
 
 def inverse(b: Any) -> Any:
-    """One divided by a number, as the host has it: in float64."""
+    """The reciprocal of a number, computed in float64 as on the host."""
     if isinstance(b, (Value, Index)):
         made = build.pointwise((), lambda _: 1 / scalar_at(b, (), torch.float64, torch.float64))
         return replace(made, number=True)
@@ -224,7 +224,7 @@ def inverse(b: Any) -> Any:
 
 @pointwise(kind="float", operands=2)
 def times(a: Expr, b: Expr, factor: Any) -> Expr:
-    """In the dtype of a quotient of the two."""
+    """a * factor, in the dtype of the quotient of a and b."""
     return a * scalar_at(factor, (), a.dtype, a.dtype)
 
 
@@ -241,7 +241,7 @@ def div(a: Any, b: Any) -> Value:
 
 
 def divided(op: str, a: Expr, b: Expr) -> Expr:
-    """A quotient or rest. Integers have no number for what is divided by zero."""
+    """A quotient or remainder. Integer division by zero is an error, except on GPUs."""
     result = binary(op, a, b)
     if is_float(a.dtype) or build.graph().capabilities.gpu_eager:
         return result
@@ -273,7 +273,7 @@ table("default", {
 
 # ---- powers --------------------------------------------------------------------------------------------
 
-# The exponents that ATen keeps from its general power as well. The negative ones are for floats.
+# Exponents for which ATen does not use its general power. The negative ones apply to floats only.
 _POWERS: dict[float, Callable[[Expr], Expr]] = {
     0: lambda x: const(1, x.dtype), 1: lambda x: x, 2: square, 3: lambda x: step(x * x) * x,
     0.5: sqrt, -0.5: rsqrt, -1: lambda x: 1 / x, -2: lambda x: 1 / step(x * x),
@@ -299,7 +299,7 @@ table("float", {aten.rsqrt: rsqrt}, exact=ON_CUDA)
 
 
 def _on_floats(formula: Callable[[Expr], Expr]) -> Callable[[Expr], Expr]:
-    """Integers are whole already."""
+    """Apply the formula to floats; integers are unchanged."""
     return lambda x: formula(x) if is_float(x.dtype) else x
 
 
@@ -318,8 +318,8 @@ table("default", {
 }, exact=EVERYWHERE)
 describe(aten.round, exact=EVERYWHERE)
 describe(aten.deg2rad, aten.rad2deg, strides="with a number")
-# The machine takes the sign from a NaN in float16 when it widens it; some versions of eager's kernels widen before they
-# look at the sign, others do not.
+# Widening a float16 NaN loses its sign on the machine. Some versions of eager's kernels widen before they look at the
+# sign, others do not.
 _SIGNS = EVERYWHERE | {"cuda": frozenset((torch.float16,))}
 table("bool", {aten.signbit: _signbit}, exact=_SIGNS)
 table("float", {aten.copysign: copysign}, exact=_SIGNS)
@@ -332,7 +332,7 @@ table("float", {
 
 @lower_pointwise(aten.round.decimals)
 def round_decimals(x: Expr, *, decimals: int) -> Expr:
-    """Scaled by a positive power of ten whatever the sign of `decimals`: a negative one is not exact."""
+    """Scale by a positive power of ten whatever the sign of `decimals`, because negative powers are inexact."""
     if decimals == 0 or not is_float(x.dtype):
         return _on_floats(round)(x)
     scale = stored(10.0 ** abs(decimals), x)
@@ -364,11 +364,11 @@ for _op, _exact, _formula, _of_bools in (
 
 @lower_pointwise(aten.clamp, operands=3, exact=WIDE)
 def clamp_between(x: Expr, min: Expr | None = None, max: Expr | None = None) -> Expr:
-    """With min > max everything is max."""
+    """Clamp to [min, max]; if min > max, every element becomes max."""
     return clamp(x, min, max)
 
 
-# Eager's choice between 0.0 and -0.0 depends, on a CPU, on whether they are within a vector or left over after it.
+# On a CPU, eager's choice between 0.0 and -0.0 differs between its vector code and the remainder loop.
 describe(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.pow.Tensor_Scalar, operands=1)
 describe(aten.lerp.Scalar, operands=2)
 describe(aten.clamp.Tensor, aten.clamp_max.Tensor, aten.clamp_min.Tensor, exact=ON_CUDA)

@@ -1,8 +1,8 @@
-"""Attention: one kernel for each pass where a machine has such (`Capabilities.attends`), never with scores in memory;
-elsewhere two products with a softmax between them, five for the gradient.
+"""Attention: one kernel for each pass on machines that have them (`Capabilities.attends`), without scores in memory;
+otherwise two matrix products with a softmax in between, and five products for the gradient.
 
-A `Call` says what is attended to, in the words of the loop language: what becomes of a scaled product of query and key
-(score and bias), where it counts (mask), and what dropout leaves of it (keep). Everything else follows.
+A `Call` describes an attention in the loop language: how a scaled product of query and key becomes a score (score and
+bias), which scores count (mask), and the factor that dropout applies (keep). Everything else follows from these.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from flambeau.torch_compat import TORCH
 
 aten = torch.ops.aten
 
-Where = tuple[Index, ...]  # of a score: batch, head of queries, row, column
-LARGEST = 256  # head that registers hold
+Where = tuple[Index, ...]  # of a score: batch, query head, row, column
+LARGEST = 256  # the largest head size that fits into registers
 LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A tensor that scores are computed from, and whose gradient is asked for: `value` of the scaled product and the
-    score's gradient at each point is added to the element at `index`."""
+    """A tensor that scores are computed from, and whose gradient is needed. At each point, `value` of the scaled
+    product and of the score's gradient is added to the element at `index`."""
 
     shape: tuple[Index, ...]
     dtype: DType
@@ -47,20 +47,20 @@ class Captured:
 @dataclass(frozen=True)
 class Call:
     query: Value  # batch, heads, rows, depth
-    key: Value  # batch, heads that divide those of queries, columns, depth
-    value: Value  # batch, the same heads, columns, width
-    scale: float | None = None  # None: one over the root of depth
-    score: Callable[[Expr, Where], Expr] | None = None  # of the scaled product; None: itself
+    key: Value  # batch, heads (a divisor of the query heads), columns, depth
+    value: Value  # batch, heads as for keys, columns, width
+    scale: float | None = None  # None: 1 / sqrt(depth)
+    score: Callable[[Expr, Where], Expr] | None = None  # from the scaled product; None: the product itself
     bias: Callable[[Where], Expr] | None = None  # added to the score
-    mask: Callable[[Where], Expr] | None = None  # scores that count
-    keep: Callable[[Where], Expr] | None = None  # a factor of what each is worth in the end
-    slope: Callable[[Expr, Expr, Where], Expr] | None = None  # the gradient of a product, by it and that of its score
-    lists: Callable[[Index, Index], Lists] | None = None  # of batch and head: the blocks that are computed
+    mask: Callable[[Where], Expr] | None = None  # which scores count
+    keep: Callable[[Where], Expr] | None = None  # a factor for each probability
+    slope: Callable[[Expr, Expr, Where], Expr] | None = None  # a product's gradient, by it and its score's gradient
+    lists: Callable[[Index, Index], Lists] | None = None  # from batch and head: the blocks to compute
     captured: Sequence[Captured] = field(default=())
 
     @property
     def wide(self) -> DType:
-        """In which scores are computed."""
+        """The dtype in which scores are computed."""
         return opmath(self.query.dtype)
 
     @property
@@ -69,7 +69,7 @@ class Call:
 
     @property
     def group(self) -> Index:
-        """Heads of queries for each of keys."""
+        """The number of query heads per key head."""
         a, b = self.heads, self.key.shape[1]
         return ONE if a is b else a // b
 
@@ -81,14 +81,14 @@ class Call:
         return const(1 / math.sqrt(n.const), self.wide) if n.is_const else 1 / sqrt(index_value(n, self.wide))
 
     def natural(self, product: Expr, at: Where) -> Expr:
-        """The score where a product is at hand."""
+        """The score of a given product, in natural units."""
         s = product * self.factor
         s = s if self.score is None else cast(self.score(s, at), self.wide)
         return s if self.bias is None else s + cast(self.bias(at), self.wide)
 
 
 def is_fused(c: Call) -> bool:
-    """Whether a machine has a kernel for it. Elements that gradients meet in are added in no fixed order."""
+    """Whether the machine has a kernel for it. Gradients of captured tensors are accumulated in no fixed order."""
     caps = build.graph().capabilities
     most = [n.bounds()[1] for n in (c.query.shape[-1], c.value.shape[-1])]
     return caps.attends and all(n is not None and 0 < n <= LARGEST for n in most) and not (
@@ -96,20 +96,20 @@ def is_fused(c: Call) -> bool:
 
 
 def attended(c: Call) -> tuple[Value, Value, Value]:
-    """The result, in the dtype of queries, and to the base of two the logarithms of the rows' sums and their largest
-    scores."""
+    """The result in the queries' dtype, each row's log2 of its sum of exponentials, and each row's largest score in
+    base 2 units."""
     return fused(c) if is_fused(c) else composed(c)
 
 
 def attended_backward(c: Call, grad: Value, out: Value, logs: Value, of_logs: Value | None = None) -> list[Value]:
-    """The gradients of queries, keys, values and of what is captured, by logarithms to the base of two. `of_logs`: the
-    gradient of natural ones.
+    """The gradients of queries, keys, values and captured tensors, from the base-2 logarithms. `of_logs`: the gradient
+    of the natural logarithms.
 
     With p the softmax and ds = p * (grad @ v.T - sum(grad * out)):  dq = ds @ k, dk = ds.T @ q, dv = p.T @ grad"""
     wide = c.wide
     inner = accumulate("sum", grad.shape, [grad.rank - 1], wide,
                        lambda i: cast(grad.load(i), wide) * cast(out.load(i), wide))
-    if of_logs is not None:  # a logarithm has the slope p, as the sum of grad * out has -p
+    if of_logs is not None:  # a logarithm has the slope p, and sum(grad * out) enters with -p
         given, summed = of_logs, inner
         inner = build.pointwise(inner.shape, lambda i: summed.load(i) - cast(given.load(i), wide))
     return (fused_backward if is_fused(c) else composed_backward)(c, grad, logs, inner)
@@ -120,7 +120,7 @@ def attended_backward(c: Call, grad: Value, out: Value, logs: Value, of_logs: Va
 
 @dataclass(frozen=True)
 class Points:
-    """The variables of a call's node, as indices too."""
+    """The variables of a call's node, also as indices."""
 
     batch: tuple[Sym, ...]
     group: Sym
@@ -128,7 +128,7 @@ class Points:
     column: Sym
     depth: Sym
     width: Sym
-    key_at: tuple[Index, Index]  # batch and head of keys
+    key_at: tuple[Index, Index]  # batch and key head
     query_at: tuple[Index, Index]
 
     @property
@@ -149,7 +149,7 @@ def node_of(c: Call, p: Points, names: Sequence[str], places: Sequence[Sequence[
     g, wide = build.graph(), c.wide
     row, column, depth, width = (as_index(v) for v in (p.row, p.column, p.depth, p.width))
     score = c.natural(product, p.score) * LOG2E
-    if c.score is None:  # one multiplication less
+    if c.score is None:  # saves one multiplication
         factor = c.factor * const(LOG2E, wide)
         score = product * factor if c.bias is None else fma(product, factor, cast(c.bias(p.score), wide) * LOG2E)
     return g.add(Attention(
@@ -190,11 +190,11 @@ def rounded(c: Call, captured: Sequence[Value]) -> list[Value]:
     return [build.pointwise(v.shape, v.load, x.dtype) for v, x in zip(captured, c.captured, strict=True)]
 
 
-# ---- two products, and five --------------------------------------------------------------------------------
+# ---- two products, and five for the gradient ---------------------------------------------------------------
 
 
 def product(a: Value, b: Value) -> Value:
-    """a @ b over the last two dimensions, in the dtype of sums."""
+    """a @ b over the last two dimensions, in the accumulator's dtype."""
     return build.contract((*a.shape[:-1], b.shape[-1]), a.shape[-1:], lambda i: a.load((*i[:-2], i[-1])),
                           lambda i: b.load((*i[:-3], i[-1], i[-2])), opmath(a.dtype))
 
@@ -204,13 +204,13 @@ def transposed(v: Value) -> Value:
 
 
 def for_each_head(c: Call, v: Value) -> Value:
-    """Keys or values, one for each head of queries."""
+    """Keys or values, repeated for each query head."""
     shape = v.shape[0], c.heads, *v.shape[2:]
     return v if c.group is ONE else v.view(shape, lambda i: (i[0], i[1] // c.group, *i[2:]))
 
 
 def summed_heads(c: Call, v: Value) -> Value:
-    """What heads of queries make of keys and values that they share."""
+    """Gradients of keys or values, summed over the query heads that share them."""
     if c.group is ONE:
         return v
     shape = (v.shape[0], c.key.shape[1], c.group, *v.shape[2:])
@@ -218,7 +218,7 @@ def summed_heads(c: Call, v: Value) -> Value:
 
 
 def scores(c: Call) -> tuple[Value, Value]:
-    """Products of queries and keys, and scores: -inf where nothing counts."""
+    """The products of queries and keys, and the scores, which are -inf where masked."""
     total = product(c.query, transposed(for_each_head(c, c.key)))
 
     def body(i: Where) -> Expr:
@@ -229,7 +229,7 @@ def scores(c: Call) -> tuple[Value, Value]:
 
 
 def composed(c: Call) -> tuple[Value, Value, Value]:
-    """softmax(scores) @ v, zero where all is hidden, the logarithms and the largest scores."""
+    """softmax(scores) @ v (zero for rows that are fully masked), the logarithms and the largest scores."""
     wide, (_, s) = c.wide, scores(c)
     largest = accumulate("max", s.shape, [3], wide, s.load)
 
@@ -291,13 +291,13 @@ def composed_backward(c: Call, grad: Value, logs: Value, inner: Value) -> list[V
 
 
 def causal(offset: Index) -> Callable[[Where], Expr]:
-    """Columns up to the row's own, which is so many further."""
+    """The causal mask: each row sees columns up to its own number plus `offset`."""
     return lambda i: index_value(i[3]) <= index_value(i[2] + offset)
 
 
 def call_of(q: Value, k: Value, v: Value, mask: Value | None, is_causal: bool, scale: float | None,
             seed: Value | None = None, dropout: float = 0.0, of_mask: bool = False) -> Call:
-    """A call of `scaled_dot_product_attention`: masks of booleans say what counts, others are added."""
+    """A call of `scaled_dot_product_attention`: boolean masks select scores, other masks are added to them."""
     hides = mask is not None and is_bool(mask.dtype)
 
     def read(i: Where) -> Expr:
@@ -318,11 +318,11 @@ def call_of(q: Value, k: Value, v: Value, mask: Value | None, is_causal: bool, s
 
 
 def places_in(v: Value, i: Where) -> list[Index]:
-    """Of the element that broadcasting puts at i."""
+    """The index of the element that broadcasting puts at i."""
     return [ZERO if n is ONE else x for n, x in zip(v.shape, i[len(i) - v.rank:], strict=True)]
 
 
-# Before 2.13 torch's metadata calls the logarithms float32, which float64's are not.
+# Before 2.13, torch's metadata says float32 for the logarithms, although float64 inputs give float64.
 _ODD: set[DType] = {torch.float64} if TORCH < (2, 13) else set()
 
 
@@ -333,7 +333,7 @@ def is_ours(q: Value, k: Value, v: Value, dropout: Any, scale: Any) -> bool:
 
 
 def shares_heads(queries: Index, keys: Index) -> bool:
-    """Whether as many heads of queries have each of the keys' heads."""
+    """Whether each key head serves the same number of query heads."""
     return queries is keys or bool(queries.is_const and keys.is_const and keys.const and not queries.const % keys.const)
 
 

@@ -1,8 +1,9 @@
 """`scaled_dot_product_attention` while a graph is traced: a library's kernel, or one operator of ours.
 
-Torch chooses a library's kernel for each call, by switches, sizes and strides. Where none takes the call it takes it
-apart into products and a softmax, with all scores in memory. Such a call becomes our operator (`flambeau::attention`)
-instead, and so does one that a library takes if whoever compiles says so (`choosing`)."""
+Torch chooses a library's kernel for each call, by switches, sizes and strides. If no kernel supports the call, torch
+decomposes it into matrix products and a softmax, with all scores in memory. Such a call becomes our operator
+(`flambeau::attention`) instead. So does a call that a library supports, if the compilation chooses ours
+(`choosing`)."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ from flambeau.ops.registry import lower
 from flambeau.torch_compat.dispatch import AutoDispatchBelowAutograd, composite
 
 aten = torch.ops.aten
-FUSED_ON = ("cuda",)  # where libraries have such kernels, and so have we
+FUSED_ON = ("cuda",)  # devices where libraries and we have fused kernels
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-take_apart = composite(aten.scaled_dot_product_attention.default)  # or not: by torch's own choice
+take_apart = composite(aten.scaled_dot_product_attention.default)  # unless torch chooses a library
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A call that could be ours."""
+    """The arguments of a call that our operator might compute."""
 
     query: Tensor
     key: Tensor
@@ -46,7 +47,7 @@ class Asked:
 
     @property
     def wants(self) -> tuple[bool, ...]:
-        """Whose gradients are asked for: of queries, keys, values and mask."""
+        """Which gradients are needed: of queries, keys, values and mask."""
         given = (self.query, self.key, self.value, self.mask)
         return tuple(x is not None and x.requires_grad for x in given)
 
@@ -60,7 +61,7 @@ _choose: ContextVar[Callable[[Asked], bool] | None] = ContextVar("flambeau_atten
 
 @contextmanager
 def choosing(choose: Callable[[Asked], bool]) -> Iterator[None]:
-    """While a graph is traced, `choose` says whether a call is ours that a library takes too."""
+    """While a graph is traced, let `choose` decide between us and a library for calls that both support."""
     token = _choose.set(choose)
     try:
         yield
@@ -70,7 +71,7 @@ def choosing(choose: Callable[[Asked], bool]) -> Iterator[None]:
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
                     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
-    """Torch's operator while a graph is traced."""
+    """The replacement for torch's operator while a graph is traced."""
     asked = Asked(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     theirs = partial(take_apart, q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if q.device.type not in FUSED_ON or not fits(asked):
@@ -79,7 +80,7 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
         return own(asked)
     if not is_ours(asked):
         return theirs()
-    with torch.no_grad():  # how its result lies; nobody reads what it holds
+    with torch.no_grad():  # only the strides of its result are used
         laid = theirs().stride()
     return own(asked, sorted(range(4), key=lambda d: -laid[d]))
 
@@ -90,7 +91,7 @@ def is_ours(asked: Asked) -> bool:
 
 
 def fits(a: Asked) -> bool:
-    """Whether our operator takes the call. What eager refuses is left to it."""
+    """Whether our operator supports the call. Invalid calls are left to eager, which raises the error."""
     q, k, v, mask = a.query, a.key, a.value, a.mask
     if not (q.dim() == k.dim() == v.dim() and q.dim() in (3, 4)) or {q.dtype, k.dtype, v.dtype} - {q.dtype} \
             or q.dtype not in DTYPES or not 0 <= a.dropout <= 1 or (mask is not None and a.is_causal):
@@ -108,8 +109,8 @@ def fits_mask(mask: Tensor, shape: tuple[Any, ...], dtype: torch.dtype) -> bool:
 
 
 def is_taken(a: Asked) -> bool:
-    """Whether any kernel of a library takes this call. Torch's operator that says which it would be cannot be asked: on
-    tensors without data it sees those of no device."""
+    """Whether any library kernel supports this call. Torch's operator for this question cannot be used: of fake
+    tensors, which have no data, it does not see the device."""
     if a.query.dim() != 4:
         return False
     kernels = torch.backends.cuda
@@ -119,11 +120,11 @@ def is_taken(a: Asked) -> bool:
 
 
 def own(a: Asked, order: Sequence[int] = (0, 1, 2, 3)) -> Tensor:
-    """`order`: of the result's dimensions in memory."""
+    """Call our operator. `order`: the result's dimensions in memory order, outermost first."""
     q, k, v, mask = a.query, a.key, a.value, a.mask
     if q.dim() == 3:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    # The numbers that dropout draws follow from a seed in memory, which forward and backward read.
+    # Dropout's random numbers depend on a seed in memory, which forward and backward both read.
     seed = torch.randint(0, 2**62, (), device=q.device) if a.dropout else None
     out = _Attention.apply(q, k, v, mask, seed, list(order), float(a.dropout), a.is_causal, a.scale)
     return out if a.query.dim() == 4 else out.squeeze(0)
@@ -165,7 +166,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None,
 
 
 def empty(q: Tensor, v: Tensor, order: list[int]) -> Tensor:
-    """The result: contiguous where torch takes the call apart, otherwise as the library's is."""
+    """An empty result: contiguous if torch would decompose the call, otherwise with the library's strides."""
     shape = (*q.shape[:3], v.shape[3])
     return q.new_empty([shape[d] for d in order]).permute([order.index(d) for d in range(4)])
 
@@ -195,7 +196,7 @@ def attention_backward(grad: Value, q: Value, k: Value, v: Value, mask: Value | 
     return [*attended_backward(call, grad, out, logs), *nothing]
 
 
-# ---- by torch's own operators, where a graph runs as it is: with all scores in memory ------------------------
+# ---- with torch's operators, if a graph runs uncompiled: all scores are in memory ----------------------------
 
 
 def scores_of(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:

@@ -27,7 +27,7 @@ table("default", {
 
 
 def _out_of_width(a: Expr, shift: Expr) -> Expr:
-    """Where the machine's shift is not the arithmetical one."""
+    """Whether the shift count is out of range, where the machine's shift is not the arithmetic one."""
     negative = shift < 0 if shift.dtype.is_signed else const(False, torch.bool)
     return negative | (shift >= a.dtype.itemsize * 8)
 
@@ -56,7 +56,7 @@ def bitcast(x: Expr, dtype: DType) -> Expr:
 
 @lower_pointwise(aten.nextafter, math=False)
 def nextafter(x: Expr, toward: Expr) -> Expr:
-    """The neighbour in x's own dtype; in 16 bits, one step of the pattern away from zero or towards it."""
+    """The neighbour in x's own dtype; for 16 bits, by adding one to the bit pattern or subtracting one."""
     wide = opmath(x.dtype)
     if wide is x.dtype:
         return binary("nextafter", x, toward)
@@ -67,13 +67,13 @@ def nextafter(x: Expr, toward: Expr) -> Expr:
     return where(isnan(a), x, where(isnan(b) | eq(a, b), toward, moved))
 
 
-# dtype -> its integer of the same width, bits of the fraction, bias of the exponent
+# dtype -> integer dtype of the same width, number of fraction bits, exponent bias
 _FIELDS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 
 
 @lower(aten.frexp.Tensor, strides="preserved")
 def frexp(x: Value) -> tuple[Value, Value]:
-    """x = mantissa * 2^exponent with |mantissa| in [0.5, 1); zero, infinity and NaN stay, with exponent 0."""
+    """x = mantissa * 2^exponent with |mantissa| in [0.5, 1); zero, infinity and NaN are returned with exponent 0."""
     compute = opmath(x.dtype)
     integer, fraction, bias = _FIELDS[compute]
     exponent_field = (2 * bias + 1) << fraction

@@ -28,15 +28,15 @@ def to_copy(x: Value, dtype: DType | None = None, **place: Any) -> Value:
 
 @cache
 def overflows() -> bool:
-    """Whether torch makes NaN of what is too large for float8_e4m3fn, as releases before 2.13 do; others have the
-    largest number there, as machines have."""
+    """Whether torch converts numbers that are too large for float8_e4m3fn to NaN, as releases before 2.13 do. Newer
+    ones saturate at the largest number, as machines do."""
     return bool(torch.tensor(1e3).to(torch.float8_e4m3fn).float().isnan())
 
 
 def rounded(x: Expr, dtype: DType) -> Expr:
     if dtype is torch.float8_e4m3fn and x.dtype is not dtype and overflows():
         x = cast(x, torch.float32)
-        x = where(unary("abs", x) > 464, float("nan"), x)  # the middle between the largest number and the next one
+        x = where(unary("abs", x) > 464, float("nan"), x)  # the midpoint between the largest number and the next one
     return cast(x, dtype)
 
 
@@ -51,5 +51,5 @@ describe(aten.copy.default, copies_storage=True, strides="copied storage")
 
 @lower(aten.copy, exact=EVERYWHERE, takes_fp8=True)
 def copy(x: Value, source: Value, non_blocking: bool = False) -> Value:
-    """x overwritten by the source, which is broadcast and cast to it."""
+    """The source, broadcast and cast to x, which it overwrites."""
     return build.pointwise(x.shape, lambda i: rounded(load_at(source, i), x.dtype))

@@ -30,7 +30,7 @@ of_family(exact=EVERYWHERE)
 
 
 def _compare(formula: Callable[[Expr, Expr], Expr]) -> Any:
-    """In the storage dtype: a Python number is rounded to it before it is compared, as in ATen."""
+    """Compare in the storage dtype: as in ATen, a Python number is rounded to it first."""
 
     def compare(a: Expr, b: Expr) -> Expr:
         return formula(cast(a, opmath(a.dtype)), cast(b, opmath(b.dtype)))
@@ -59,7 +59,7 @@ table("bool", {
 
 
 def _on_floats(test: Callable[[Expr], Expr]) -> Callable[[Expr], Expr]:
-    """Integers are finite numbers."""
+    """Apply a test to floats; integers count as finite numbers."""
     return lambda x: test(x) if is_float(x.dtype) else const(False, torch.bool)
 
 
@@ -86,7 +86,7 @@ def nan_to_num(x: Expr, nan: float | None = None, posinf: float | None = None, n
 
 @lower(aten.where.self, operands=3)
 def select(condition: Value, a: Any, b: Any) -> Value:
-    """Nothing is computed, so nothing is widened."""
+    """Select without widening, because nothing is computed."""
     dtype = promote((operand(a), operand(b)))
     shape = broadcast_shapes(*(v.shape for v in (condition, a, b) if isinstance(v, Value)))
     return build.pointwise(shape, lambda i: where(

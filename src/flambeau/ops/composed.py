@@ -17,11 +17,11 @@ from .facts import describe
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
 F = TypeVar("F", bound=Callable[..., Any])
-PARTS = 16  # of a row that one kernel joins: what it takes to compile one grows with the square of their number
+PARTS = 16  # tensors of a list that one kernel joins: its compile time grows with the square of their number
 
 
 def composed(op: Any, **more: Any) -> Callable[[F], F]:
-    """Register what the device computes in the place of this operator, and what else is known of it."""
+    """Register a composition as the device's implementation of this operator, together with other facts."""
 
     def register(fn: F) -> F:
         describe(op, composed=fn, **more)
@@ -37,11 +37,11 @@ def equal(x: Tensor, y: Tensor) -> bool:
 
 @composed(aten.nonzero.default)
 def nonzero(x: Tensor) -> Tensor:
-    """Elements that are not zero are counted through; each writes its place at its number."""
+    """Number the nonzero elements with a cumulative sum; each then writes its position to the place of its number."""
     mask = (x != 0).reshape(-1)
     numbers = mask.cumsum(0)
     count = int(numbers[-1].item()) if mask.numel() else 0
-    # One place more, for all the others.
+    # One extra place receives all other elements.
     place = torch.where(mask, numbers - 1, count)
     found = x.new_empty(count + 1, dtype=torch.int64)
     found = found.scatter_(0, place, torch.arange(mask.numel(), device=x.device))[:count]
@@ -61,7 +61,7 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def as_places(x: Tensor, indices: list[Tensor | None]) -> list[Tensor | None] | None:
-    """Indices with places instead of masks, all on the device; None where they are so already."""
+    """Indices with masks converted to positions, all on the device; None if nothing has to be converted."""
     if not any(i is not None and (i.dtype in _MASKS or i.device != x.device) for i in indices):
         return None
     out: list[Tensor | None] = []
@@ -107,7 +107,7 @@ def index_put_impl_(x: Tensor, indices: list[Tensor | None], values: Tensor, acc
 
 @composed(aten.histc.default)
 def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    """Of integers, which the CPU does not count, and code for accelerators takes for granted."""
+    """Count integers, which the CPU's operator does not support, but code for accelerators relies on."""
     if x.is_floating_point():
         return NotImplemented
     lo, hi = int(min), int(max)
@@ -117,7 +117,7 @@ def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
         lo, hi = lo - 1, hi + 1
     wide = x.reshape(-1).to(torch.int64)
     place = ((wide - lo) * bins // (hi - lo)).clamp_max(bins - 1)
-    # One place more, for what is outside.
+    # One extra place for elements outside of the range.
     place = torch.where((wide >= lo) & (wide <= hi), place, bins)
     return x.new_zeros(bins + 1).index_add_(0, place, torch.ones_like(wide, dtype=x.dtype))[:bins]
 
@@ -126,9 +126,9 @@ def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
 
 
 def runs(begins: Tensor, order: Tensor | None, inverse: bool, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of runs of equal elements, by where they begin: those places, the run of each element, and lengths.
+    """Describe runs of equal elements, given where they begin: the starts, the run of each element, and the lengths.
 
-    `order`: where the elements were before they were sorted."""
+    `order`: the original positions of the elements before sorting."""
     starts = nonzero(begins)[:, 0]
     none = starts.new_empty(0)
     number, length = none, none
@@ -141,7 +141,7 @@ def runs(begins: Tensor, order: Tensor | None, inverse: bool, counts: bool) -> t
 
 
 def begins_of(rows: Tensor) -> Tensor:
-    """Whether an element, or a row, is another than the one before it."""
+    """Whether each element, or row, differs from the previous one."""
     other = rows[1:] != rows[:-1]
     other = other.any(1) if other.dim() > 1 else other
     return torch.cat((other.new_ones(min(rows.shape[0], 1)), other))
@@ -169,7 +169,7 @@ def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: b
     return line.index_select(0, starts), number.reshape(x.shape) if return_inverse else number, length
 
 
-# Rows are sorted by one column after the other: beyond this, the CPU is done sooner.
+# Rows are sorted by one column after another. With more columns than this, the CPU is faster.
 _COLUMNS = 64
 
 
@@ -177,7 +177,7 @@ _COLUMNS = 64
 def unique_dim(x: Tensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
                ) -> Any:
     if not x.numel() or x.numel() > _COLUMNS * x.shape[dim] or x.is_floating_point() and bool(x.isnan().any()):
-        return NotImplemented  # for eager NaN is neither less nor more than anything: rows with one have no order
+        return NotImplemented  # in eager, NaN is neither less nor greater, so rows with one have no order
     rows = x.movedim(dim, 0).reshape(x.shape[dim], -1)
     order = torch.arange(rows.shape[0], device=x.device)
     for column in reversed(rows.unbind(1)):
@@ -193,7 +193,7 @@ def unique_dim_consecutive(x: Tensor, dim: int, return_inverse: bool = False, re
 
 
 def rows_of_runs(x: Tensor, dim: int, rows: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers and lengths in any case, as on the CPU."""
+    """Returns run numbers and lengths in any case, as the CPU's operator does."""
     starts, number, length = runs(begins_of(rows), order, True, True)
     shape = x.movedim(dim, 0).shape[1:]
     return rows.index_select(0, starts).reshape(-1, *shape).movedim(0, dim), number, length
@@ -204,10 +204,11 @@ def rows_of_runs(x: Tensor, dim: int, rows: Tensor, order: Tensor | None) -> tup
 
 @composed(aten.multinomial.default)
 def multinomial(x: Tensor, n: int, replacement: bool = False, generator: torch.Generator | None = None) -> Tensor:
-    """Of numbers p / q with q ~ Exp(1), the largest is at i with the chance of p_i, and so is the next of the rest."""
+    """Draw by ranking p_i / q_i with q ~ Exp(1): the largest is at i with probability p_i, and so is the next of the
+    rest."""
     if x.dim() not in (1, 2) or not x.is_floating_point() or n <= 0 or x.shape[-1] > 2**24 or (
             not replacement and n > x.shape[-1]):
-        return NotImplemented  # whose error says why
+        return NotImplemented  # eager then raises the error
     if x.dim() == 2 and not x.shape[0]:
         return x.new_empty((0, n), dtype=torch.int64)
     several = replacement and n > 1
@@ -224,18 +225,18 @@ def multinomial(x: Tensor, n: int, replacement: bool = False, generator: torch.G
         q = x / torch.empty_like(x).exponential_(1, generator=generator)
         return q.argmax(-1, keepdim=True) if n == 1 else q.topk(n)[1]
     drawn = torch.empty((*x.shape[:-1], n), dtype=wide.dtype, device=x.device).uniform_(generator=generator)
-    # The first sum that is greater: never that of a category without a chance. A number below one times the total
-    # stays below it.
+    # Take the first cumulative sum that is greater, which never belongs to a category of probability zero. The random
+    # number is below one, so its product with the total stays below the total.
     sums = wide.cumsum(-1)
     return torch.searchsorted(sums, drawn * sums[..., -1:], right=True)
 
 
 @composed(aten.randperm.generator_out)
 def randperm(n: int, generator: torch.Generator | None = None, *, out: Tensor) -> Tensor:
-    """The order of random numbers, of so many bits that no two are equal."""
+    """The sort order of random numbers with so many bits that they are all different."""
     exact = 2 / torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 2**31
     if not n or n > min(exact, 2**31) or out.dtype not in SUPPORTED or torch.tensor(n).to(out.dtype).long() != n:
-        return NotImplemented  # what eager refuses is among these
+        return NotImplemented  # includes arguments that eager rejects
     keys = torch.empty(n, dtype=torch.int64, device=out.device).random_(generator=generator)
     if out.shape != (n,):
         out.resize_(n)
@@ -268,7 +269,7 @@ def stack_out(tensors: list[Tensor], dim: int = 0, *, out: Tensor) -> Tensor:
 
 
 def joined(op: Any, tensors: list[Tensor], dim: int, part: Callable[[Tensor], Tensor]) -> Tensor:
-    """Some at a time, each into its place."""
+    """Join some tensors at a time, each into its place in the result."""
     if len(tensors) <= PARTS:
         return NotImplemented
     first = tensors[0]
@@ -277,7 +278,7 @@ def joined(op: Any, tensors: list[Tensor], dim: int, part: Callable[[Tensor], Te
     try:
         like = op([torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
                    for t in (tensors[:1] if alike else tensors)], dim)
-    except (RuntimeError, IndexError):  # the CPU says so in its words
+    except (RuntimeError, IndexError):  # the CPU then raises its error
         return NotImplemented
     if alike:
         shape = [*like.shape]
@@ -286,7 +287,7 @@ def joined(op: Any, tensors: list[Tensor], dim: int, part: Callable[[Tensor], Te
     if like.dtype not in SUPPORTED:
         return NotImplemented
     out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=first.device)
-    # Parts of shape (0,) go with any others.
+    # Tensors of shape (0,) can be joined with any others.
     parts = [p for t in tensors if (p := part(t)).shape != (0,) or like.dim() == 1]
     at = 0
     for k in range(0, len(parts), PARTS):

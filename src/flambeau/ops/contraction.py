@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def dot_over(shape: tuple[Index, ...], a: Value, b: Value) -> Value:
-    """The sum over the last dimension of the products of two values that broadcast to `shape`."""
+    """The dot products over the last dimension of two values that broadcast to `shape`."""
     wide = accumulator(a.dtype)
     total, = build.reduce(shape, [len(shape) - 1], build.simple_combine("sum", wide),
                           lambda i: cast(load_at(a, i), wide) * cast(load_at(b, i), wide))
@@ -35,7 +35,7 @@ def dot(a: Value, b: Value) -> Any:
 
 @lower(aten.mv)
 def mv(a: Value, x: Value) -> Any:
-    """A matrix times a vector reads the matrix once: nothing for a library to save."""
+    """A matrix times a vector: the matrix is read once, so a library cannot be faster."""
     if is_bool(a.dtype):
         return NotImplemented
     total = dot_over(a.shape, a, x)
@@ -72,7 +72,7 @@ def is_zero(x: Any) -> bool:
 
 
 def is_outer(a: Value, b: Value) -> bool:
-    """Whether a @ b sums over one element only: then every result is one product, and fuses."""
+    """Whether a @ b sums over one element only: each result is then a single product, which fuses."""
     return a.shape[-1] is as_index(1) and is_float(a.dtype) and a.dtype is b.dtype
 
 
@@ -82,7 +82,7 @@ def outer(a: Value, b: Value, i: tuple[Index, ...]) -> Expr:
 
 
 def product_of(a: Value, b: Value) -> Any:
-    """a @ b as a function of the index, in the dtype of sums; NotImplemented where that is a library's."""
+    """a @ b as a function of the index, in the accumulator's dtype; NotImplemented if a library should compute it."""
     if is_outer(a, b):
         return lambda i: outer(a, b, i)
     if not build.contracts() or is_bool(a.dtype) or a.dtype is not b.dtype:
@@ -110,7 +110,7 @@ def addmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> Any
 
 @lower(aten._int_mm.default, library=True)
 def int_mm(a: Value, b: Value) -> Any:
-    """In int32, whatever the dtype of a and b."""
+    """Matrix product with an int32 result, whatever the dtype of a and b."""
     product = product_of(a, b)
     if product is NotImplemented:
         return NotImplemented
@@ -130,7 +130,7 @@ def addbmm(c: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1) -> An
 @lower(aten._trilinear.default, library=True)
 def trilinear(x: Value, y: Value, z: Value, expand1: Sequence[int], expand2: Sequence[int], expand3: Sequence[int],
               sumdim: Sequence[int], unroll_dim: int = 1) -> Any:
-    """The sum over some dimensions of x * y * z, each of which is the same along its own `expand`."""
+    """The sum over some dimensions of x * y * z, each of which is constant along its own `expand` dimensions."""
     if not build.contracts() or is_bool(x.dtype) or len({x.dtype, y.dtype, z.dtype}) > 1:
         return NotImplemented
     given = (x, expand1), (y, expand2), (z, expand3)
@@ -152,12 +152,12 @@ def trilinear(x: Value, y: Value, z: Value, expand1: Sequence[int], expand2: Seq
 
 @lower(aten._grouped_mm.default, library=True, needs="ragged", ends=2)
 def grouped_mm(a: Value, b: Value, offs: Value | None = None, bias: Value | None = None, out_dtype: Any = None) -> Any:
-    """Products of parts of one dimension, which end where `offs` says: of the rows or columns, each with a matrix of
-    its own, or of what is summed, for each of which there is a result."""
+    """Matrix products for parts of one dimension that end at `offs`. Parts of the rows or columns each have their own
+    second matrix; parts of the summed dimension each give their own result."""
     dtype = out_dtype or a.dtype
     if offs is None or bias is not None or not build.contracts() or a.dtype is not b.dtype or dtype is not a.dtype:
         return NotImplemented
-    if not offs.shape[0].is_const or any(n is as_index(1) for v in (a, b) for n in v.shape):  # one value is no variable
+    if not offs.shape[0].is_const or any(n is as_index(1) for v in (a, b) for n in v.shape):  # they have no variable
         return NotImplemented
     parts, wide = Sym("part", offs.shape[0]), accumulator(a.dtype)
 

@@ -1,13 +1,13 @@
 """Convolutions, also transposed, with their gradients, for machines without a library for them.
 
-With y the side that a convolution makes (channels o, places q) and x the side that it reads (channels c, places p), all
-of them are one of three sums:
+With y the output side of a convolution (channels o, places q) and x its input side (channels c, places p), all
+convolutions and gradients are one of three sums:
 
     y[n, o, q] = sum of x[n, c, p] w[o, c, k] over c, k      where p = stride q - padding + dilation k
     x[n, c, p] = sum of y[n, o, q] w[o, c, k] over o, k
     w[o, c, k] = sum of x[n, c, p] y[n, o, q] over n, q
 
-A transposed convolution goes from y to x. Channels are in groups, which have nothing to do with each other.
+A transposed convolution goes from y to x. Groups of channels are independent of each other.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from flambeau.ops.registry import lower, to_dtype
 aten = torch.ops.aten
 
 Sizes = tuple[Index, ...]
-CONVOLUTION = "convolution"  # of which torch says by a switch of its own what float32 may be rounded to
-MOST_TAPS = 32  # of a window that one point walks by itself
-MOST_PARTS = 8  # that places are divided into by a stride
+CONVOLUTION = "convolution"  # torch has a separate switch for the float32 precision of convolutions
+MOST_TAPS = 32  # the largest window that one point loops over by itself
+MOST_PARTS = 8  # the largest number of parts into which a stride may divide places
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Geometry:
 
     @staticmethod
     def of(rank: int, stride: Any, padding: Any, dilation: Any, groups: Any) -> Geometry | None:
-        """None where a number is not known before the run."""
+        """The geometry; None if one of its numbers is only known at run time."""
         s, p, d = (tuple(x) * (rank if len(x) == 1 else 1) for x in (stride, padding, dilation))
         return Geometry(s, p, d, groups) if all(isinstance(n, int) for n in (*s, *p, *d, groups)) else None
 
 
 def grouped(v: Value, dim: int, groups: int) -> Value:
-    """With a dimension of channels as (group, channel)."""
+    """View a dimension of channels as (group, channel)."""
     each = v.shape[dim] // groups
     return v.view((*v.shape[:dim], groups, each, *v.shape[dim + 1:]),
                   lambda i: (*i[:dim], i[dim] * each + i[dim + 1], *i[dim + 2:]))
@@ -66,7 +66,7 @@ def ungrouped(v: Value, dim: int) -> Value:
 
 
 def inside(places: Sequence[Index], sizes: Sequence[Index]) -> Expr:
-    """Whether they lie within these sizes; what is known beforehand is not asked."""
+    """Whether places lie within these sizes; conditions that always hold are dropped."""
     holds = const(True, torch.bool)
     for p, n in zip(places, sizes, strict=True):
         at = index_value(p)
@@ -75,7 +75,7 @@ def inside(places: Sequence[Index], sizes: Sequence[Index]) -> Expr:
 
 
 def places(q: Sequence[Index], k: Sequence[Index], g: Geometry) -> list[Index]:
-    """Where in x the steps k of a window at q lie."""
+    """The places in x that the steps k of a window at q read."""
     return [s * at - p + d * step for at, step, s, p, d in zip(q, k, g.stride, g.padding, g.dilation, strict=True)]
 
 
@@ -89,12 +89,12 @@ def read_where(holds: Expr, x: Value, at: Sizes) -> Expr:
 
 
 def forward(x: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
-    """y from x."""
+    """Compute y from x."""
     x, w = grouped(x, 1, g.groups), grouped(w, 0, g.groups)
     end, wide = 3 + len(sizes), accumulator(x.dtype)
     window = [n.const for n in w.shape[3:] if n.is_const]
     if w.shape[2] is ONE and len(window) == len(sizes) and prod(window) <= MOST_TAPS:
-        # A window of one channel is no product of matrices: it is walked like that of a pool.
+        # With one input channel per group it is no matrix product: loop over the window, as pooling does.
         def body(i: Sizes) -> Expr:
             return sum_over([(0, n) for n in window], wide, lambda k: cast(w.load((i[1], i[2], ZERO, *k)), wide) * cast(
                 read(x, i[0], i[1], ZERO, places(i[3:], k, g)), wide))
@@ -108,8 +108,8 @@ def forward(x: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
 
 
 def backward(y: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
-    """x from y. Places of x that are the stride apart meet the same steps of the window: k = stride j + r belongs to
-    p + padding = stride (q + j) + r, so for each of the stride's r this is a convolution with stride 1."""
+    """Compute x from y. Places of x that are one stride apart meet the same steps of the window: k = stride j + r
+    belongs to p + padding = stride (q + j) + r. So for each r below the stride, this is a convolution with stride 1."""
     apart = prod(g.stride)
     if apart == 1 or apart > MOST_PARTS or not all(n.is_const for n in w.shape[2:]) or any(
             s > 1 and d > 1 for s, d in zip(g.stride, g.dilation, strict=True)):
@@ -132,7 +132,7 @@ def backward(y: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
 
 
 def backward_part(y: Value, w: Value, sizes: Sizes, g: Geometry, r: tuple[int, ...]) -> Value:
-    """Of x from y: the places that leave r when the stride divides them, all of them next to each other."""
+    """Compute the places of x that leave the remainder r when divided by the stride, packed next to each other."""
     y, w = grouped(y, 1, g.groups), grouped(w, 0, g.groups)
     end = 3 + len(sizes)
     steps = [(n - rest + (s - 1)) // s for n, rest, s in zip(w.shape[3:], r, g.stride, strict=True)]
@@ -152,7 +152,7 @@ def backward_part(y: Value, w: Value, sizes: Sizes, g: Geometry, r: tuple[int, .
 
 
 def backward_by_step(y: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
-    """x from y, step by step of the window: it counts where the stride divides its distance."""
+    """Compute x from y, step by step of the window; a step contributes where the stride divides its distance."""
     y, w = grouped(y, 1, g.groups), grouped(w, 0, g.groups)
     end = 3 + len(sizes)
 
@@ -170,7 +170,7 @@ def backward_by_step(y: Value, w: Value, sizes: Sizes, g: Geometry) -> Value:
 
 
 def weights(x: Value, y: Value, window: Sizes, g: Geometry) -> Value:
-    """w from x and y."""
+    """Compute w from x and y."""
     x, y = grouped(x, 1, g.groups), grouped(y, 1, g.groups)
     end = 3 + len(window)
     w = build.contract((g.groups, y.shape[2], x.shape[2], *window), (x.shape[0], *y.shape[3:]),
@@ -194,7 +194,7 @@ def out_sizes(x: Value, w: Value, g: Geometry, transposed: bool, extra: Sequence
 
 def bias_apart(x: Value, w: Value, bias: Value | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
                output_padding: Any, groups: Any) -> tuple[tuple[Any, ...], Callable[[Value], Value]] | None:
-    """Kernels for one channel at a time add it themselves."""
+    """The call without its bias, and the step that adds it; None for kernels of one channel per group, which add it."""
     if bias is None or (groups != 1 and w.shape[1] is ONE):
         return None
     wide = opmath(x.dtype)
@@ -260,6 +260,6 @@ def _backward_of_cpu(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, 
     return aten.convolution_backward(grad, x, weight, [grad.shape[1]], *args)
 
 
-# Devices like ours are asked for convolutions under a name of their own.
+# PyTorch calls convolutions by another name on devices like ours.
 describe(aten.convolution_overrideable.default, instead=aten.convolution.default)
 describe(aten.convolution_backward_overrideable.default, instead=_backward_of_cpu)

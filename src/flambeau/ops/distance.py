@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def p_norm_gradient(p: float, diff: Expr, grad: Expr, norm: Expr) -> Expr:
-    """d norm / d diff * grad; zero where the norm has no gradient."""
+    """d norm / d diff * grad; zero where the norm is not differentiable."""
     if p == 0:
         return const(0, diff.dtype)
     if p == 1:
@@ -28,8 +28,8 @@ def p_norm_gradient(p: float, diff: Expr, grad: Expr, norm: Expr) -> Expr:
         return where(eq(norm, 0), 0, grad * diff / norm)
     if p == math.inf:
         return where(eq(abs_(diff), norm), grad * sign(diff), 0)
-    flat = eq(norm, 0) | eq(diff, 0) if p < 1 else eq(norm, 0)  # 0 to a negative power
-    # Below two, |diff|^(p - 2) would be infinite at zero, where the gradient is not.
+    flat = eq(norm, 0) | eq(diff, 0) if p < 1 else eq(norm, 0)  # avoids 0 to a negative power
+    # For p < 2, |diff|^(p - 2) would be infinite at zero, where the gradient is finite.
     power = sign(diff) * pow_(abs_(diff), p - 1) if p < 2 else diff * pow_(abs_(diff), p - 2)
     return where(flat, 0, power * grad / pow_(norm, p - 1))
 
@@ -77,7 +77,7 @@ def pdist(x: Value, p: float = 2.0) -> Value:
     def element(i: tuple[Index, ...]) -> Expr:
         pair, k = i
         number, rows = index_value(pair), index_value(n)
-        # The row that the k-th pair starts with solves a quadratic; the -1 keeps rounding on the safe side.
+        # The row of the k-th pair solves a quadratic equation; the -1 keeps rounding on the safe side.
         half = index_value(n, torch.float64) - 0.5
         r = cast(half - sqrt(half * half - 2 * index_value(pair, torch.float64) - 1), torch.int64)
         s = number - rows * r + binary("floordiv", r * (r + 1), 2) + r + 1

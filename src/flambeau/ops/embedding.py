@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 Place = tuple[Index, ...]
 SUM, MEAN, MAX = range(3)
-SPARSE = 8  # rows for each item, from which on most of them have none
+SPARSE = 8  # rows per item: from this ratio on, most rows receive no item
 
 
 def word(indices: Value, i: Place) -> Expr:
@@ -30,7 +30,7 @@ def word(indices: Value, i: Place) -> Expr:
 
 
 def is_not(w: Expr, padding_idx: IndexLike) -> Expr | None:
-    """Where an index is not the padding; None if there is no padding (a negative index of it)."""
+    """Whether an index is not the padding, as a condition; None if there is no padding (padding_idx is negative)."""
     if isinstance(padding_idx, int) and padding_idx < 0:
         return None
     return ne(w, index_value(as_index(padding_idx)))
@@ -39,7 +39,7 @@ def is_not(w: Expr, padding_idx: IndexLike) -> Expr | None:
 @lower(aten.embedding, exact=EVERYWHERE)
 def embedding(weight: Value, indices: Value, padding_idx: IndexLike = -1, scale_grad_by_freq: bool = False,
               sparse: bool = False) -> Any:
-    if not is_int(indices.dtype):  # an error, which torch's metadata does not raise before 2.13
+    if not is_int(indices.dtype):  # an error that torch's metadata does not raise before 2.13
         return NotImplemented
     r = indices.rank
     return build.pointwise((*indices.shape, *weight.shape[1:]), lambda i: weight.load(
@@ -47,8 +47,8 @@ def embedding(weight: Value, indices: Value, padding_idx: IndexLike = -1, scale_
 
 
 def sum_dtype(dtype: DType, target: Place, source: Place) -> DType:
-    """Of rows that items are added to one by one, many of them to the same. One that adds them in order adds doubles as
-    fast, unless the memory for them takes longer than the sums."""
+    """The dtype in which rows accumulate items, since many items may go to one row. If items are added in order,
+    float64 is as fast as float32, unless accessing the larger buffer takes longer than the sums."""
     wide, rows, items = opmath(dtype), product(target), product(source)
     few = rows.is_const and items.is_const and int(rows) <= SPARSE * int(items)
     caps = build.graph().capabilities
@@ -57,7 +57,7 @@ def sum_dtype(dtype: DType, target: Place, source: Place) -> DType:
 
 
 def counts(indices: Value, size: IndexLike) -> Value:
-    """How often each row is asked for."""
+    """How many times each row is requested."""
     one, zero = const(1, torch.int64), const(0, torch.int64)
     return build.scatter((size,), lambda _: zero, indices.shape,
                          lambda j: (check(word(indices, j), as_index(size)),), lambda _: one, "add")
@@ -84,7 +84,7 @@ def embedding_dense_backward(grad: Value, indices: Value, num_weights: IndexLike
 
 
 def not_padding(indices: Value, padding_idx: IndexLike) -> Callable[[Place], Expr] | None:
-    """The mask of a scatter whose points begin with a place in `indices`."""
+    """The mask of a scatter whose points start with a place in `indices`: the index there is not the padding."""
     if isinstance(padding_idx, int) and padding_idx < 0:
         return None
     r = indices.rank
@@ -93,7 +93,7 @@ def not_padding(indices: Value, padding_idx: IndexLike) -> Callable[[Place], Exp
 
 @lower(aten.embedding_renorm)
 def embedding_renorm(weight: Value, indices: Value, max_norm: float, norm_type: float) -> Value:
-    """Rows that are asked for and longer than max_norm are scaled down to it."""
+    """Scale down rows that are requested and whose norm exceeds max_norm."""
     wide = opmath(weight.dtype)
     yes, no = const(True, torch.bool), const(False, torch.bool)
     asked = build.scatter((weight.shape[0],), lambda _: no, indices.shape,
@@ -115,7 +115,7 @@ def embedding_renorm(weight: Value, indices: Value, max_norm: float, norm_type: 
 
 
 class Bags:
-    """Bag b holds the items [offsets[b], offsets[b + 1]); the last ends where the items end."""
+    """Describes bags: bag b holds the items [offsets[b], offsets[b + 1]); the last one ends at the last item."""
 
     def __init__(self, indices: Value, offsets: Value, include_last_offset: bool, padding_idx: int) -> None:
         self.indices, self.offsets, self.padding_idx = indices, offsets, padding_idx
@@ -124,7 +124,7 @@ class Bags:
         self.count = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
 
     def bound(self, b: Index, mask: Expr | None = None) -> Index:
-        """Offset b, which ATen holds to be 0 for the first bag and no more than the items for the last."""
+        """Offset b, with ATen's checks: 0 for the first bag, and at most the number of items for the last one."""
         at, last = cast(self.offsets.load((b,), mask), torch.int64), self.offsets.shape[0] - 1
         at = require(at, eq(at, 0) | (index_value(b) > 0), Fault.FIRST_OFFSET)
         at = require(at, (at <= index_value(self.items)) | (index_value(b) < index_value(last)), Fault.LAST_OFFSET)
@@ -147,7 +147,7 @@ class Bags:
         return const(True, torch.bool) if wanted is None else wanted
 
     def sizes(self) -> Value:
-        """Items in each bag, without the padding."""
+        """The number of items in each bag, without padding."""
         if self.padding_idx < 0:
             return build.pointwise((self.count,), lambda i: maximum(self.end(i) - self.first(i), 0))
         size, = build.segment((self.count, self.items), 1, self.first, self.end,
@@ -156,7 +156,7 @@ class Bags:
         return size
 
     def of_items(self) -> Value:
-        """The bag of every item: the number of bags that have begun, less one."""
+        """The bag of each item: the number of bags that start at or before it, minus one."""
         started = build.scatter((self.items + 1,), lambda _: const(0, torch.int64), (self.count,),
                                 lambda j: (self.bound(j[0]),),
                                 lambda _: const(1, torch.int64), "add")
@@ -165,7 +165,7 @@ class Bags:
 
 
 def best_of_bag(dtype: DType, row: DType) -> Combine:
-    """(value, row): the first greatest, where a row below zero is no item. A NaN wins only as the first."""
+    """The first maximum as (value, row), where a negative row means no item. A NaN only wins as the first item."""
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
         take = (b[1] >= 0) & ((a[1] < 0) | (b[0] > a[0]))
@@ -175,7 +175,7 @@ def best_of_bag(dtype: DType, row: DType) -> Combine:
 
 
 def adjacent(v: Value, dim: int) -> bool:
-    """Whether elements along `dim` are neighbours in memory (true for what is laid out by us)."""
+    """Whether elements along `dim` are adjacent in memory (true if the layout is still ours to choose)."""
     strides = build.graph().buffers[v.buffer].strides
     if strides is None:
         return True
@@ -223,7 +223,7 @@ def embedding_bag(weight: Value, indices: Value, offsets: Value, scale_grad_by_f
     zeros = lengthened(build.pointwise((bags.count,), lambda _: const(0, whole)), offsets)
     if not on_cpu:
         return to_dtype(total, weight.dtype), to_dtype(bags.of_items(), whole), zeros, nothing
-    # ATen has a faster kernel for sums without padding, and that one leaves the bags of the items out.
+    # ATen has a faster kernel for sums without padding, which does not return the bags of the items.
     fast = (weight.dtype in (torch.float32, torch.float16) and padding_idx < 0 and adjacent(weight, 1)
             and (per_sample_weights is None or adjacent(per_sample_weights, 0)))
     owners = nothing if fast else to_dtype(bags.of_items(), whole)
@@ -231,7 +231,7 @@ def embedding_bag(weight: Value, indices: Value, offsets: Value, scale_grad_by_f
 
 
 def lengthened(sizes: Value, offsets: Value, always: bool = False) -> Value:
-    """As long as the offsets, even if those are one more than the bags: everywhere but on CPUs."""
+    """Pad the sizes to the length of the offsets, which may be one more than the bags; not on CPUs, unless `always`."""
     if sizes.shape[0] is offsets.shape[0] or build.graph().on_cpu and not always:
         return sizes
     inside = sizes.shape[0]
@@ -246,7 +246,7 @@ def lengthened(sizes: Value, offsets: Value, always: bool = False) -> Value:
 @lower(aten._embedding_bag_forward_only, group="embedding bags")
 def embedding_bag_forward_only(weight: Value, indices: Value, offsets: Value, *args: Any, **kwargs: Any
                                ) -> tuple[Value, ...]:
-    """As above; the sizes have the length of the offsets, even of one more than there are bags."""
+    """As `embedding_bag`, with sizes as long as the offsets, even if those are one more than the bags."""
     output, owners, sizes, best = embedding_bag(weight, indices, offsets, *args, **kwargs)
     return output, owners, lengthened(sizes, offsets, always=True), best
 
@@ -285,7 +285,7 @@ def dense_gradient(grad: Value, indices: Value, owners: Value, bag_size: Value, 
 
 
 def owners_of(indices: Value, offsets: Value, offset2bag: Value) -> Value:
-    """The bags of the items, found anew where the forward left them out."""
+    """The bags of the items, recomputed if the forward left them out."""
     kept = not (offset2bag.shape[0].is_const and int(offset2bag.shape[0]) == 0)
     return offset2bag if kept else Bags(indices, offsets, False, -1).of_items()
 
@@ -303,7 +303,7 @@ def embedding_bag_backward(grad: Value, indices: Value, offsets: Value, offset2b
 @lower(aten._embedding_bag_per_sample_weights_backward, group="embedding bag gradients")
 def embedding_bag_per_sample_weights_backward(grad: Value, weight: Value, indices: Value, offsets: Value,
                                               offset2bag: Value, mode: int, padding_idx: int = -1) -> Value:
-    """For each item, its row times the gradient of its bag."""
+    """The gradient of each item's weight: its row of the table times the gradient of its bag."""
     owners, wide = owners_of(indices, offsets, offset2bag), opmath(grad.dtype)
 
     def weighted(i: Place) -> Expr:

@@ -10,7 +10,7 @@ from flambeau.torch_compat.dispatch import AutoDispatchBelowAutograd
 
 aten = torch.ops.aten
 
-# ---- the host waits for what they read, and no tag says so
+# ---- operators for which the host waits to read data, without a tag that says so
 
 describe("item", "_local_scalar_dense", "is_nonzero", "equal", "_assert_async", "record_stream", waits=True)
 describe("multinomial", "histc", "bincount", "segment_reduce", "ctc_loss", "_ctc_loss", waits=True)
@@ -19,7 +19,7 @@ describe("unique*", "_unique*", "masked_select*", "nonzero*", waits=True)
 describe(aten._unique.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
          aten.nonzero.default, aten.masked_select.default, guessed=True)
 
-# ---- arguments that may be elsewhere
+# ---- arguments that may be on another device
 
 describe("_ctc_loss", "_ctc_loss_backward", on_host=("targets", "input_lengths", "target_lengths"))
 describe("_pack_padded_sequence", on_host=("lengths",))
@@ -35,15 +35,15 @@ describe(aten._addmm_activation.default, aten.mkldnn_rnn_layer.default, aten.mkl
 for _op in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm):
     describe(_op.default, out=_op.out)
 
-# ---- written to although their schemas do not say so
+# ---- arguments that are written although the schema does not say so
 
 describe("native_batch_norm", writes=("running_mean", "running_var"))
 
-# ---- strides that torch's tracing does not know, of what is taken apart
+# ---- strides of decomposed operators that torch's tracing gets wrong
 
 describe(aten.native_batch_norm.default, strides="normalised")
 
-# ---- taken apart: the first round nothing; all end in operators that we lower
+# ---- decomposed: those in the first group round nothing; all end in operators that have lowerings
 
 describe("block_diag", "diag_embed", "diagonal_backward", "eye", "pixel_shuffle", "pixel_unshuffle",
          "rot90", "select_backward", "slice_backward", "stack", decomposed=True, exact=EVERYWHERE)
@@ -56,7 +56,7 @@ describe("broadcast_tensors", "empty", "native_batch_norm", "one_hot", "pad_sequ
 # ---- on the device
 
 describe(aten.addr.default, instead=aten.addr.default)
-# PyTorch makes the window of operators and a kernel that other devices cannot have.
+# PyTorch composes the window of operators and a kernel that other devices do not have.
 describe(aten.mode.values, aten.kaiser_window.default, aten.kaiser_window.periodic, aten.kaiser_window.beta,
          on_cpu=True)
 describe("_indices", "_values", "indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices",
@@ -68,8 +68,8 @@ describe(aten.empty.memory_format, sparse_structure=True)
 
 
 def mm_reduce(x: Tensor, other: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
-    """The CPU tells which elements a maximum came from if x wants a gradient, which its copy on the host does not say;
-    its backward takes for granted that it did."""
+    """Compute on the CPU with gradients on: its backward needs the elements that a maximum came from, but the operator
+    only returns them if x requires a gradient, which the host copy does not."""
     with AutoDispatchBelowAutograd(), torch.enable_grad():
         return aten._sparse_mm_reduce_impl(x.requires_grad_(), other, reduce)
 

@@ -46,8 +46,8 @@ def fill(x: Value, value: Any) -> Value:
 
 
 def _filled(overload: OpOverload, number: int | None) -> Callable[..., Value]:
-    """A tensor of one number, the `fill_value` if there is none here. It has the size that the operator takes, or the
-    shape of the other tensor."""
+    """A lowering that fills a tensor with one number, by default the argument `fill_value`. The result has the `size`
+    argument's size, or the shape of the tensor argument."""
     names = [a.name for a in overload._schema.arguments]
 
     def lowered(*args: Any, **options: Any) -> Value:
@@ -60,7 +60,7 @@ def _filled(overload: OpOverload, number: int | None) -> Callable[..., Value]:
     return lowered
 
 
-# What an empty tensor holds is undefined; zeros fuse away like any constant.
+# The contents of an empty tensor are undefined; zeros fuse like any constant.
 for _number, _ops in {
     None: (aten.full, aten.full_like, aten.new_full),
     0: (aten.zeros, aten.zeros_like, aten.new_zeros, aten.zero, aten._efficientzerotensor, aten.empty, aten.empty_like,
@@ -82,7 +82,7 @@ def _whole(*numbers: Any) -> bool:
 
 
 def _range_length(start: Any, end: Any, step: Any) -> Index | None:
-    """How many numbers from start, step by step, stay before the end; None if that cannot be said here."""
+    """The number of values from start to before the end; None if it cannot be computed here."""
     if _whole(start, end, step):
         if not as_index(step).is_const:
             return None
@@ -103,7 +103,7 @@ def arange(start: Any, end: Any, step: Any = 1, *, dtype: DType | None = None, *
         return NotImplemented
     if not is_float(dtype) and not _whole(start, step):
         start, step = int(start), int(step)
-    # Whole numbers are counted exactly. Others in double: start + i * step would drift away in less.
+    # Integers are computed exactly, others in float64: in a narrower dtype start + i * step would drift.
     compute = torch.float64 if is_float(dtype) and not _whole(start, step) else torch.int64
 
     def body(i: tuple[Index, ...]) -> Expr:
@@ -133,7 +133,7 @@ def iota(length: IndexLike, *, start: Any, step: Any, dtype: DType, **place: Any
 
 
 def _even_steps(start: Any, end: Any, steps: IndexLike, dtype: DType, i: Index) -> Expr:
-    """Counted from the nearer end, so that both ends are exact."""
+    """Value i of evenly spaced values, computed from the nearer end so that both ends are exact."""
     whole = torch.float32 if build.graph().capabilities.gpu_eager else torch.float64
     compute = opmath(dtype) if is_float(dtype) else whole
     low, high = (const(int(n), compute) if isinstance(n, float) and not is_float(dtype)
@@ -173,7 +173,7 @@ def logspace(start: Any, end: Any, steps: IndexLike, base: float = 10.0, *, dtyp
 
 
 def _window(*ops: Any) -> Callable[..., Any]:
-    """Register a window by its formula on [0, 1]; a periodic one leaves out the last point."""
+    """Register a window from its formula on [0, 1]; a periodic window omits the last point."""
 
     def register(formula: Callable[..., Expr]) -> Callable[..., Any]:
         @lower(*ops, exact=NOWHERE)

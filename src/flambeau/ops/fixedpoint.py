@@ -18,7 +18,7 @@ MOST_BITS = 22
 
 
 def resize_bytes(x: Value, columns: dict[int, Column]) -> Any:
-    """The last dimension first. Without tables of weights (sizes unknown) ATen has to do it."""
+    """Resize along the given dimensions, the last one first. Without weight tables (unknown sizes) ATen does it."""
     if any(c.count is None for c in columns.values()):
         return NotImplemented
     for dim in sorted(columns, reverse=True):
@@ -59,7 +59,7 @@ def power(n: Expr) -> Expr:
 
 
 def precision(weight: Expr) -> Expr:
-    """The most bits after the point for which the greatest weight still fits 16 bits."""
+    """The largest number of fraction bits with which the largest weight still fits into 16 bits."""
     total = const(0, torch.int32)
     for p in range(MOST_BITS):
         fits = cast(weight * float(2 ** (p + 1)) + 0.5, torch.int64) < index_value(1 << 15)

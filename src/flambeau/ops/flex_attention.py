@@ -1,7 +1,7 @@
-"""`flex_attention`: attention whose scores and mask are functions of the caller's, lowered into the kernel.
+"""`flex_attention`: attention whose scores and mask are functions of the caller, lowered into the kernel.
 
-Blocks that the caller's `BlockMask` does not list are not computed, as in torch's own kernels. In eager torch asks the
-mask's function alone, which says the same wherever the lists were made from it.
+Blocks that the caller's `BlockMask` does not list are not computed, as in torch's own kernels. In eager, torch
+evaluates only the mask function, which gives the same result if the lists were made from it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from flambeau.ops.reduction import accumulate
 from flambeau.ops.registry import lower, lower_higher
 
 higher = torch.ops.higher_order
-LEAST = 16  # rows or columns of a block that is a multiple of so many
-EVERYTHING = 1 << 30  # the size of blocks of which torch makes one for all where the caller gave none
+LEAST = 16  # rows or columns: block sizes must be multiples of this
+EVERYTHING = 1 << 30  # the block size from which on torch has one block for everything, when the caller gave none
 
 
 def numbers(at: Where) -> list[Expr]:
-    """Batch, head, row and column as the functions get them."""
+    """Batch, head, row and column, as the caller's functions get them."""
     return [index_value(i, torch.int32) for i in at]
 
 
 def mask_of(function: Formula, others: Sequence[Any]) -> Callable[[Where], Expr] | None:
-    """None where all scores count."""
+    """The mask as a condition; None if all scores count."""
 
     def mask(at: Where) -> Expr:
         e, = expressions(function, numbers(at), others)
@@ -50,7 +50,7 @@ def mask_of(function: Formula, others: Sequence[Any]) -> Callable[[Where], Expr]
 
 
 def score_of(function: Formula, others: Sequence[Any], dtype: DType) -> Callable[[Expr, Where], Expr] | None:
-    """None where it is the product itself."""
+    """The score as a function of the product; None if it is the product itself."""
 
     def score(s: Expr, at: Where) -> Expr:
         e, = expressions(function, [s, *numbers(at)], others)
@@ -62,7 +62,7 @@ def score_of(function: Formula, others: Sequence[Any], dtype: DType) -> Callable
 
 
 def lists_of(tables: Sequence[Any], high: Any, wide: Any) -> Callable[[Index, Index], Lists] | None:
-    """The blocks that are computed, for each batch and head. None: all of them."""
+    """The blocks to compute for each batch and head; None if all blocks are computed."""
     known = [isinstance(n, int) and n % LEAST == 0 for n in (high, wide)]
     if not all(known) or min(high, wide) >= EVERYTHING or tables[0] is None:
         return None
@@ -86,7 +86,7 @@ def lists_of(tables: Sequence[Any], high: Any, wide: Any) -> Callable[[Index, In
 
 def call_of(query: Value, key: Value, value: Value, score_mod: Formula, block_mask: Sequence[Any], scale: float,
             score_others: Sequence[Any], mask_others: Sequence[Any]) -> Call:
-    """Keys and values may be the same for the whole batch."""
+    """The `Call` of a flex attention. Keys and values may be shared by the whole batch."""
     *tables, high, wide, mask_mod = block_mask
     key, value = (v if v.shape[0] is query.shape[0] else v.view(
         (query.shape[0], *v.shape[1:]), lambda i: (ZERO, *i[1:])) for v in (key, value))
@@ -99,11 +99,11 @@ def is_plain(*values: Any) -> bool:
 
 
 def without_lists(at: int) -> Callable[..., tuple[Any, ...]]:
-    """Where all blocks are computed nobody needs their lists. `at`: the place of the mask among a node's arguments."""
+    """A rule that drops block lists if all blocks are computed. `at`: the mask's position among a node's arguments."""
 
     def rule(_: Any, *args: Any) -> tuple[Any, ...]:
         *lists, high, wide, mask = args[at]
-        # Kernels are written for one size of blocks: a guard holds it.
+        # Kernels are specialized on the block size, so this adds a guard.
         sizes = [int(n.meta["val"]) if isinstance(n, fx.Node) else n for n in (high, wide)]
         lists = [*lists[:2], *[None] * len(lists[2:])] if min(sizes) >= EVERYTHING else lists
         return *args[:at], (*lists, *sizes, mask), *args[at + 1:]
@@ -114,7 +114,7 @@ def without_lists(at: int) -> Callable[..., tuple[Any, ...]]:
 @lower_higher(higher.flex_attention, keeps_less=without_lists(4))
 def flex_attention(query: Value, key: Value, value: Value, score_mod: Formula, block_mask: Sequence[Any], scale: Any,
                    options: Any, score_others: Sequence[Any] = (), mask_others: Sequence[Any] = ()) -> Any:
-    """The result, and to the base of two the logarithms of the rows' sums and the rows' largest scores."""
+    """The result, each row's log2 of its sum, and each row's largest score, both in base 2."""
     if not is_plain(query, key, value) or not isinstance(scale, (int, float)):
         return NotImplemented
     try:
@@ -129,7 +129,7 @@ def flex_attention_backward(
         query: Value, key: Value, value: Value, out: Value, logs: Value, grad: Value | None, of_logs: Value | None,
         score_mod: Formula, joint: Formula, block_mask: Sequence[Any], scale: Any, options: Any,
         score_others: Sequence[Any] = (), mask_others: Sequence[Any] = ()) -> Any:
-    """The gradients of queries, keys, values, and of each tensor that scores are computed from, None for others."""
+    """The gradients of queries, keys, values, and of each tensor that scores are computed from (None for others)."""
     if not is_plain(query, key, value) or not isinstance(scale, (int, float)):
         return NotImplemented
     with_scatters()
@@ -152,8 +152,8 @@ def flex_attention_backward(
 
 def with_slope(c: Call, joint: Formula, others: Sequence[Any]) -> tuple[Call, list[int]]:
     """The call with its score's gradient, and the position in `others` of each tensor whose gradient is captured.
-    `joint` takes the product, its place, the gradient of the score and the tensors, and returns the gradients of all
-    but that."""
+    `joint` takes the product, its place, the score's gradient and the tensors; it returns the gradients of the
+    others."""
     dtype = c.wide
 
     @cache
@@ -189,7 +189,7 @@ def with_slope(c: Call, joint: Formula, others: Sequence[Any]) -> tuple[Call, li
 
 @cache
 def with_scatters() -> None:
-    """The operator by which torch writes gradients of tensors that are indexed, known once torch has traced one."""
+    """Register the operator with which torch writes gradients of indexed tensors; it exists once torch traced one."""
     lower(torch.ops.flex_lib.zeros_and_scatter.default)(zeros_and_scatter)
 
 
@@ -210,7 +210,7 @@ def plus(a: Value, b: Value) -> Value:
 
 
 def summed(v: Value) -> Value:
-    """Over the batch, which keys or values are the same for."""
+    """The sum over the batch, for keys or values that are shared by the whole batch."""
     wide = opmath(v.dtype)
     total = accumulate("sum", v.shape, [0], wide, lambda i: cast(v.load(i), wide), keepdim=True)
     return build.pointwise(total.shape, total.load, v.dtype)

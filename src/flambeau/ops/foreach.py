@@ -25,7 +25,7 @@ _UNARY = (
 
 
 def power(base: Any, exponent: Any) -> Any:
-    """The kernel for GPUs knows of no exponents that are easier than others."""
+    """The power operator for lists: its GPU kernel has no special cases for simple exponents."""
     floats = isinstance(base, Value) and is_float(base.dtype)
     return (general_power if build.policy().kernels == "cuda" and floats else pow)(base, exponent)
 
@@ -38,16 +38,16 @@ _OTHERS = {
     "copy": aten.copy.default, "mm": aten.mm.default,
     "norm": aten.linalg_vector_norm.default, "max": aten.max.default,
 }
-# The operator on one tensor, for each operator on lists; or its lowering, where eager's differ for lists. By one number
-# for all, eager divides a list as it divides a tensor.
+# For each operator on lists the operator on one tensor, or a lowering if eager's kernels for lists differ. When
+# dividing by a single number, eager divides a list as it divides a tensor.
 _ONE: dict[str, Any] = {**{name: getattr(aten, name).default for name in _UNARY}, **_OTHERS}
-# On GPUs eager has a kernel for all tensors of a list, with other formulas than that for one; not for every list.
+# On GPUs eager has one kernel for a whole list, with other formulas than for one tensor; but not for every list.
 _OF_ONE_KERNEL = (aten._foreach_div.ScalarList, aten._foreach_pow.Scalar, aten._foreach_pow.ScalarList)
 _OF_OVERLOADS = dict.fromkeys((aten._foreach_div.Scalar, aten._foreach_div.Tensor), div)
 
 
 def along_lists(overload: OpOverload, one: Any) -> Callable[..., Any]:
-    """Arguments that are lists go along with the tensors, the others go to each."""
+    """Apply the operator to each tensor: list arguments are split with the tensors, others are passed to each call."""
     names = [a.name for a in overload._schema.arguments]
     by_name = {a.name for a in overload._schema.arguments if a.kwarg_only or a.name == "dtype"}
 
@@ -71,7 +71,7 @@ def along_lists(overload: OpOverload, one: Any) -> Callable[..., Any]:
 
 
 def in_one_kernel(tensors: Sequence[Value]) -> bool:
-    """Whether they are floats of one dtype, without gaps."""
+    """Whether the list is taken by eager's single kernel: floats of one dtype without gaps."""
     buffers = [build.graph().buffers[t.buffer] for t in tensors]
     return len({t.dtype for t in tensors}) == 1 and is_float(tensors[0].dtype) and all(
         t.is_whole(b) and (b.strides is None or offset_of((n - 1 for n in b.shape), b.strides) + 1 is product(b.shape))
@@ -81,12 +81,12 @@ def in_one_kernel(tensors: Sequence[Value]) -> bool:
 def _element(value: Any, k: int, name: str) -> Any:
     if isinstance(value, (list, tuple)):
         return value[k]
-    if isinstance(value, Value) and name == "scalars":  # a tensor that holds a number for each
+    if isinstance(value, Value) and name == "scalars":  # a tensor with one number for each
         return value.view((), lambda i: (k,))
     return value
 
 
 for _name, _one in _ONE.items():
-    if (_packet := getattr(aten, f"_foreach_{_name}", None)) is not None:  # not every release has every one
+    if (_packet := getattr(aten, f"_foreach_{_name}", None)) is not None:  # some releases lack some operators
         for _overload in overloads(_packet):
             lower(_overload)(along_lists(_overload, _OF_OVERLOADS.get(_overload, _one)))

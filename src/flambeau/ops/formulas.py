@@ -1,10 +1,10 @@
-"""Functions of single numbers, as graphs inside of a graph have them, as scalar expressions.
+"""Converts functions of single numbers, which are subgraphs in a captured graph, to scalar expressions.
 
     points = [score, index_value(row, torch.int32)]            # expressions
     result, = expressions(function, points, [table])           # the function of values, lowered; tables are values
 
-The function is lowered like any other graph, on values without dimensions. Then every intermediate value is put in the
-place of its reads, and one expression is left.
+The function is lowered like any other graph, on 0-dim values. Then every intermediate value is substituted where it is
+read, which leaves one expression.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from flambeau.ir.expr import Expr, cast, held, masked, rewrite
 from flambeau.ir.index import Index, as_index
 from flambeau.ir.nodes import Node, Pointwise, Scatter, Value, as_indices
 
-Formula = Callable[..., Sequence[Any]]  # of values: its results, None for what is none
+Formula = Callable[..., Sequence[Any]]  # from values to its results; None for a result that is absent
 
 
 class NotAnExpression(Exception):
-    """A function computes more than one number from those it is given."""
+    """Raised if a function does more than compute a number from numbers."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """What a function adds to an element of a tensor that starts as zero."""
+    """A value that a function adds to one element of a tensor that starts as zero."""
 
     shape: tuple[Index, ...]
     index: tuple[Index, ...]
@@ -37,7 +37,7 @@ class Added:
 
 
 def expressions(function: Formula, points: Sequence[Expr], others: Sequence[Any]) -> list[Expr | list[Added] | None]:
-    """The results of a function of numbers: an expression, what is added to a tensor, or None."""
+    """The results of a function of numbers, each as an expression, a list of additions to a tensor, or None."""
     g = build.graph()
     before = len(g.nodes)
     given = {g.add_buffer((), e.dtype).name: e for e in points}
@@ -47,7 +47,7 @@ def expressions(function: Formula, points: Sequence[Expr], others: Sequence[Any]
     if any(n.names[0] not in bodies for n in made):
         raise NotAnExpression
     memo: dict[Expr, Expr] = {}
-    narrowed = {e for e in points if e.op == "cast" and e.args[0].op == "index"}  # positions in 32 bits
+    narrowed = {e for e in points if e.op == "cast" and e.args[0].op == "index"}  # positions as 32-bit integers
 
     def put(e: Expr) -> Expr:
         if e.op == "cast" and e.dtype is torch.int64 and e.args[0] in narrowed:
@@ -77,7 +77,7 @@ def refused() -> Expr:
 
 
 def added_to(v: Value, bodies: dict[str, Any], whole: Callable[[Expr], Expr]) -> list[Added]:
-    """What the sum of some scatters adds to single elements; nothing if it is no such sum."""
+    """The additions to single elements that a sum of scatters consists of; empty if it is no such sum."""
     n: Node | None = bodies.get(v.buffer)
     if isinstance(n, Scatter):
         if n.mode != "add" or n.vars or n.init.op != "const" or n.init.attr != 0:
@@ -101,7 +101,7 @@ def summed(e: Expr, at: tuple[Index, ...], bodies: dict[str, Any], shape: tuple[
 
 
 def moved(i: Index, whole: Callable[[Expr], Expr]) -> Index:
-    """An index whose computed values are expressions over what is given."""
+    """An index with its computed values expressed in terms of the function's inputs."""
     if i.is_const:
         return i
     e = whole(Expr("index", torch.int64, (), i))

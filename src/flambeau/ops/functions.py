@@ -1,14 +1,14 @@
 """Facts about functions and methods of torch, by their names in Dynamo's graphs.
 
-They become operators only after a graph has been cut into regions and looked for in the cache. Nothing is imported here
-that a process without a compilation can do without.
+In Dynamo's graphs these functions are not operators yet: they become so after a graph was cut into regions and looked
+up in the cache. So nothing is imported here that a process without a compilation does not need.
 """
 
 from __future__ import annotations
 
 from .facts import describe
 
-# They are about autograd or memory, not about values.
+# These concern autograd or memory, not values.
 describe("backward", "register_hook", "retain_grad", "requires_grad_", "set_", "resize_", "detach_", "record_stream",
          "tolist", "numpy", stateful=True)
 
@@ -17,15 +17,15 @@ describe("linear", "bilinear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "add
          "tensordot", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
          "conv_transpose2d", "conv_transpose3d", "__matmul__", "imatmul", contracts=True)
 
-# Running statistics, which move along in training.
+# These write running statistics in training.
 describe("batch_norm", "instance_norm", writes=("running_mean", "running_var"))
 
-# Dynamo writes them out in others, so that their number may be a tensor.
+# Dynamo decomposes these so that their number may be a tensor.
 describe("addcmul", "addcdiv", number="value")
 describe("add", number="alpha")
 describe("_foreach_lerp", number=2)
 
-# The order of their arguments in memory means nothing to them, and their results are nobody's views.
+# The memory order of arguments does not affect these, and their results are not views.
 describe("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "batch_norm", "instance_norm",
          "group_norm", "layer_norm", "linear", "matmul", "bmm", "einsum", "relu", "relu6",
          "hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "sigmoid", "tanh",
@@ -34,7 +34,7 @@ describe("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "batch_norm
          "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "lp_pool2d", "max_pool3d",
          "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "interpolate", "pad",
          "cat", "concat", "mean", "sum", "amax", "amin", "clone", "softmax", "log_softmax", any_order=True, fresh=True)
-# And those that may return, or write to, what they were given.
+# These may also return, or write to, their arguments.
 describe("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "to", "float", "half", "bfloat16",
          "detach", "permute", "transpose", "movedim", "flatten", "reshape", "chunk", "split", "getitem", "contiguous",
          "iadd", "isub", "imul", "itruediv", any_order=True)

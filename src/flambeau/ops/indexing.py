@@ -22,26 +22,26 @@ aten = torch.ops.aten
 of_family(exact=EVERYWHERE)
 
 Locate = Callable[[Expr, Index, int], Index]
-MASKS = (torch.bool, torch.uint8)  # dtypes whose tensors are masks when they index
+MASKS = (torch.bool, torch.uint8)  # dtypes of tensors that act as masks when used as an index
 
 
 def position(at: Expr, size: Index, fault: Fault, dim: int = 0, mask: Expr | None = None) -> Index:
-    """A computed index, checked against the size; for some kinds, negative ones count from the end."""
+    """A computed index, checked against the size; for some kinds of faults, negative ones count from the end."""
     at = cast(at, torch.int64)
     return check(where(at < 0, at + index_value(size), at) if fault in WRAPPED else at, size, mask, fault, dim)
 
 
 @dataclass(frozen=True)
 class Advanced:
-    """x[..., indices, ...] as NumPy defines it: the index tensors are broadcast with each other, and their
-    common shape stands where they stood if they were neighbours, or else in front."""
+    """x[..., indices, ...] as in NumPy: index tensors are broadcast with each other. Their common shape replaces them
+    in the result if they are adjacent, or else comes first."""
 
     whole: Shape
-    indices: tuple[Value | None, ...]  # one per dimension of the whole
+    indices: tuple[Value | None, ...]  # one for each dimension of x
 
     @classmethod
     def of(cls, x: Value, indices: Sequence[Value | None]) -> Advanced | None:
-        """None if an index is a mask: how many elements that selects is not known here."""
+        """The indexing; None if an index is a mask, since the number of elements it selects is unknown here."""
         if any(v is not None and v.dtype in MASKS for v in indices):
             return None
         return cls(x.shape, (*indices, *[None] * (x.rank - len(indices))))
@@ -70,7 +70,7 @@ class Advanced:
         """The element of x that element i of the result comes from."""
         end = self.front + len(self.common)
         shared, kept = i[self.front:end], iter((*i[:self.front], *i[end:]))
-        # Errors count the dimensions that are indexed, as ATen's do.
+        # Errors number the indexed dimensions only, as ATen's do.
         return [next(kept) if v is None else locate(load_at(v, shared), n, self.used.index(d))
                 for d, (n, v) in enumerate(zip(self.whole, self.indices))]
 
@@ -80,7 +80,7 @@ def checked(at: Expr, size: Index, dim: int) -> Index:
 
 
 def trusted(at: Expr, size: Index, dim: int) -> Index:
-    """Negative ones count from the end, but who wrote the index vouches for its range."""
+    """An unchecked index: negative ones count from the end, but the caller guarantees the range."""
     at = cast(at, torch.int64)
     hi = size.bounds()[1]
     return computed(where(at < 0, at + index_value(size), at), 0, None if hi is None else max(hi - 1, 0))
@@ -99,7 +99,7 @@ lower(aten._unsafe_index.Tensor)(lambda x, indices: index(x, indices, trusted))
 
 @lower(aten._unsafe_masked_index)
 def unsafe_masked_index(x: Value, mask: Value, indices: Sequence[Value | None], fill: Any) -> Any:
-    """x[indices] where the mask holds, else `fill`; indices outside the mask may be anything."""
+    """x[indices] where the mask holds, else `fill`; indices outside of the mask are arbitrary."""
     where_ = Advanced.of(x, indices)
     if where_ is None:
         return NotImplemented
@@ -113,14 +113,14 @@ def unsafe_masked_index(x: Value, mask: Value, indices: Sequence[Value | None], 
 
 @lower(aten.index_select)
 def index_select(x: Value, dim: int, index: Value) -> Value:
-    if index.rank > 1:  # eager refuses it
+    if index.rank > 1:  # eager rejects it
         return NotImplemented
     places = flat(index)
     if x.rank == 0:
         only = reshape(x, (1,))
         return build.pointwise((), lambda i: only.load([position(places.load([ZERO]), ONE, Fault.SELECTED)]))
     d = wrap_dim(dim, x.rank)
-    fault = Fault.ROW if d == 1 else Fault.SELECTED  # eager has a kernel of its own for the second dimension
+    fault = Fault.ROW if d == 1 else Fault.SELECTED  # eager has a separate kernel for the second dimension
 
     def body(i: tuple[Index, ...]) -> Expr:
         return x.load((*i[:d], position(places.load([i[d]]), x.shape[d], fault, d), *i[d + 1:]))
@@ -133,7 +133,7 @@ def gather(x: Value, dim: int, index: Value, sparse_grad: bool = False) -> Value
     """out[i, j] = x[index[i, j], j] for dim 0, and so on."""
     source, places = at_least_1d(x), at_least_1d(index)
     d = wrap_dim(dim, source.rank)
-    if is_empty(index.shape):  # an empty index may have any rank
+    if is_empty(index.shape):  # an empty index may have any number of dimensions
         return build.pointwise(index.shape, lambda i: const(0, x.dtype))
 
     def body(i: tuple[Index, ...]) -> Expr:
@@ -145,7 +145,7 @@ def gather(x: Value, dim: int, index: Value, sparse_grad: bool = False) -> Value
 
 @lower(aten.take)
 def take(x: Value, index: Value) -> Value:
-    """Elements of x by their row-major number."""
+    """Elements of x by their row-major position."""
     source = flat(x)
     return build.pointwise(
         index.shape, lambda i: source.load([position(index.load(i), source.shape[0], Fault.TAKEN)]))

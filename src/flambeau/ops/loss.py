@@ -26,7 +26,7 @@ def _class_axis(x: Value) -> int:
 
 
 def _class_weight(weight: Value | None, target: Expr, classes: Index, counted: Expr, wide: DType) -> Expr:
-    """The weight of a target that counts; zero for one that is ignored."""
+    """The weight of a target's class; zero for ignored targets."""
     if weight is None:
         return cast(counted, wide)
     return where(counted, cast(weight.load((check(target, classes, counted, Fault.TARGET),), counted), wide), 0)
@@ -35,7 +35,7 @@ def _class_weight(weight: Value | None, target: Expr, classes: Index, counted: E
 @lower(aten.nll_loss_forward, aten.nll_loss2d_forward, fuses=True)
 def nll_loss(x: Value, target: Value, weight: Value | None, reduction: int, ignore_index: int | Index
              ) -> tuple[Value, Value]:
-    """The loss, and the weight of the targets that count: what a mean divides by, 0 for a batch of losses."""
+    """The loss, and the total weight of the targets that count: the divisor of a mean, or 0 for unreduced losses."""
     wide = opmath(x.dtype)
     axis = _class_axis(x)
     classes = x.shape[axis]
@@ -60,7 +60,7 @@ def nll_loss(x: Value, target: Value, weight: Value | None, reduction: int, igno
 @lower(aten.nll_loss_backward, aten.nll_loss2d_backward, fuses=True, is_map=True)
 def nll_loss_backward(grad: Value, x: Value, target: Value, weight: Value | None, reduction: int,
                       ignore_index: int | Index, total_weight: Value) -> Value:
-    """Every element asks whether its class is the target: a map, where writing to targets is a scatter."""
+    """Each element checks whether its class is the target: so it is a map, while writing to targets is a scatter."""
     wide = opmath(x.dtype)
     axis = _class_axis(x)
 

@@ -30,7 +30,7 @@ Gradients = tuple[Value | None, Value | None, Value | None]
 
 
 def _reader(v: Value | None, wide: DType, missing: float = 0.0) -> Callable[[Sequence[Index]], Expr]:
-    """v at an index, in the dtype of the arithmetic; a constant where there is no v."""
+    """v at an index, in the dtype of the arithmetic; a constant if v is None."""
     if v is None:
         return lambda i: const(missing, wide)
     return lambda i: cast(load_at(v, i), wide)
@@ -46,7 +46,7 @@ def _mapped(v: Value, formula: Callable[[Expr], Expr]) -> Value:
 
 
 def _inverse_root(squares: Value, n: Expr, eps: float) -> Value:
-    """rstd, from a sum of n squares."""
+    """rstd from a sum of n squares."""
     return _mapped(squares, lambda e: rsqrt(e / n + eps))
 
 
@@ -54,7 +54,7 @@ def _inverse_root(squares: Value, n: Expr, eps: float) -> Value:
 
 
 def _inner(x: Value, normalized_shape: Sequence[Index]) -> tuple[range, range]:
-    """The dimensions outside, and those normalised over."""
+    """The outer dimensions, and those that are normalized over."""
     split = x.rank - len(normalized_shape)
     return range(split), range(split, x.rank)
 
@@ -79,7 +79,7 @@ def layer_norm(x: Value, normalized_shape: Sequence[Index], weight: Value | None
 
 def _row_gradients(grad: Value, x: Value, normalized_shape: Sequence[Index], mean: Value | None, rstd: Value,
                    weight: Value | None, output_mask: Sequence[bool]) -> tuple[Value | None, Value | None]:
-    """dx and dweight; without a mean the average of h falls away."""
+    """dx and dweight; without a mean (RMS norm) the term average(h) is omitted."""
     wide = opmath(x.dtype)
     outer, inner = _inner(x, normalized_shape)
     n = count(x.shape, inner, wide)
@@ -143,7 +143,7 @@ def rms_norm_backward(grad: Value, x: Value, normalized_shape: Sequence[Index], 
 
 
 def _channels(x: Value) -> list[int]:
-    """All dimensions but the channels."""
+    """All dimensions except the channels."""
     return [k for k in range(x.rank) if k != 1]
 
 
@@ -164,7 +164,7 @@ def _batch_statistics(x: Value, eps: float) -> tuple[Value, Value, Value]:
     """Mean, rstd and the unbiased variance of each channel."""
     wide = opmath(x.dtype)
     axes = _channels(x)
-    # A channel does not stay in fast memory until it is read again.
+    # A channel is too large to stay in fast memory for a second pass.
     taken = moments_at_once if build.graph().capabilities.waits_for_memory else moments
     mean, spread = taken(x.shape, axes, wide, lambda i: cast(x.load(i), wide))
     n = count(x.shape, axes, wide)
@@ -172,13 +172,13 @@ def _batch_statistics(x: Value, eps: float) -> tuple[Value, Value, Value]:
 
 
 def _moved(running: Value, new: Value, momentum: float) -> Value:
-    """The running statistic after one more batch; of half dtypes in float32, until it is stored."""
+    """The running statistic after one more batch; half dtypes are computed in float32 until stored."""
     old, fresh = _reader(running, opmath(running.dtype)), _reader(new, opmath(running.dtype))
     return build.pointwise(running.shape, lambda i: old(i) * (1 - momentum) + fresh(i) * momentum)
 
 
 def _saved_of_running(x: Value, mean: Value, variance: Value, eps: float) -> tuple[Value, Value]:
-    """Nothing on CPUs; elsewhere what was used."""
+    """The saved mean and rstd of inference: empty on CPUs; elsewhere those that were used."""
     if build.graph().on_cpu:
         empty = build.pointwise((0,), lambda i: const(0, x.dtype))
         return empty, empty
@@ -252,8 +252,8 @@ def batch_norm_no_update(x: Value, weight: Value | None, bias: Value | None, run
 
 def _without_running(find: Callable[..., Any], grad: Any, x: Any, weight: Any, mean: Any, variance: Any, *rest: Any
                      ) -> tuple[Any, ...]:
-    """The gradient of a batch norm in training has no use for running statistics. They would be kept for it as they are
-    after the forward, in memory of their own. Without weights, their dtype says in which one it computes."""
+    """Drop running statistics from a training gradient, which does not read them. They would be saved as they are after
+    the forward, in memory of their own. Without weights they are kept, as they decide the compute dtype."""
     unread = rest[-3] is True and weight is not None
     return (grad, x, weight, *((None, None) if unread else (mean, variance)), *rest)
 
@@ -275,7 +275,7 @@ def batch_norm_backward(grad: Value, x: Value, weight: Value | None, running_mea
     def xhat(i: Sequence[Index]) -> Expr:
         return (at(i) - middle(i)) * scale(i)
 
-    if build.graph().capabilities.waits_for_memory:  # one kernel joins the parts of both
+    if build.graph().capabilities.waits_for_memory:  # both sums in one kernel
         slope, level = build.reduce(x.shape, axes, sums(wide, 2), lambda i: (g(i) * xhat(i), g(i)))
     else:
         slope = accumulate("sum", x.shape, axes, wide, lambda i: g(i) * xhat(i))
@@ -293,22 +293,22 @@ def batch_norm_backward(grad: Value, x: Value, weight: Value | None, running_mea
             to_dtype(level, kept) if output_mask[2] else None)
 
 
-# Its `save_var` holds rstd, whatever it is called; nothing was put into the reserve, the last argument.
+# Its `save_var` contains rstd despite the name; the reserve, its last argument, is unused.
 lower(aten.batch_norm_backward)(lambda *args: batch_norm_backward(*args[:-1]))
 
 
-# ---- as the CPU computes them, for devices like ours
+# ---- results as on the CPU, for devices like ours
 
 
 def _batch_norm_of_cpu(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float,
                        eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Without training nothing is saved for the backward."""
+    """Batch norm on the CPU; in inference nothing is saved for the backward."""
     out, saved_mean, saved_scale = aten.native_batch_norm.default(x, weight, bias, mean, var, training, momentum, eps)
     return (out, saved_mean, saved_scale) if training else (out, x.new_zeros(0), x.new_zeros(0))
 
 
 describe(aten.native_batch_norm.default, instead=_batch_norm_of_cpu)
-for _op in (aten.native_group_norm.default, aten.native_layer_norm.default):  # not put together out of several
+for _op in (aten.native_group_norm.default, aten.native_layer_norm.default):  # not composed of several
     describe(_op, instead=_op)
 
 
@@ -316,7 +316,7 @@ for _op in (aten.native_group_norm.default, aten.native_layer_norm.default):  # 
 
 
 def _grouped(x: Value, group: int) -> tuple[Shape, Index]:
-    """The shape with the channels split into groups, and the channels in one of them."""
+    """The shape with channels split into groups, and the number of channels in a group."""
     size = x.shape[1] // group
     return (x.shape[0], product((group,)), size, *x.shape[2:]), size
 
@@ -341,7 +341,7 @@ def group_norm(x: Value, weight: Value | None, bias: Value | None, N: Index, C: 
 @lower(aten.native_group_norm_backward)
 def group_norm_backward(grad: Value, x: Value, mean: Value, rstd: Value, weight: Value | None, N: Index,
                         C: Index, HxW: Index, group: int, output_mask: Sequence[bool]) -> Gradients:
-    """Sums per sample and channel first: weight and bias need them, and a group adds up its own."""
+    """Sum per sample and channel first: weight and bias need these sums, and a group adds up its own."""
     wide = opmath(x.dtype)
     split, size = _grouped(x, group)
     n = count(split, range(2, len(split)), wide)

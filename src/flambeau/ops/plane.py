@@ -23,7 +23,7 @@ def split(i: Place, rank: int) -> tuple[Place, Place]:
 
 
 def flat(place: Place, sizes: Sequence[Index]) -> Index:
-    """The position in a plane as one number, row after row."""
+    """The row-major position in a plane as one number."""
     out = as_index(0)
     for i, n in zip(place, sizes, strict=True):
         out = out * n + i
@@ -35,13 +35,13 @@ def within(i: Index, size: IndexLike) -> Expr:
 
 
 def nearest(i: Index, size: IndexLike) -> Index:
-    """The position, or the nearest one inside: what is masked anyway is read there, without a mask on the read."""
+    """The position, or the nearest one inside: lets a masked value be read without a mask on the load."""
     return maximum(minimum(i, as_index(size) - 1), 0)
 
 
 def padded(read: Callable[[Place, Expr | None], Expr], lead: Place, at: Place, sizes: Sequence[Index],
            inside: Expr) -> Expr:
-    """What `read` finds at a place of a plane, zero where it is not inside."""
+    """The value that `read` returns at a place of a plane; zero outside."""
     if build.graph().capabilities.masked_reads:
         value = read((*lead, *at), inside)
     else:
@@ -58,7 +58,7 @@ def all_of(conditions: Sequence[Expr]) -> Expr:
 
 def together(shape: Sequence[Index], body: Callable[[Place], Sequence[Expr]],
              dtypes: Sequence[DType]) -> tuple[Value, ...]:
-    """Several values over one domain from one body, so that a loop they share is written once."""
+    """Several values over one domain from one body, so that a shared loop is generated once."""
     parts = body(as_indices(dim_vars(tuple(shape))))
 
     def one(e: Expr, dtype: DType) -> Value:
@@ -68,7 +68,7 @@ def together(shape: Sequence[Index], body: Callable[[Place], Sequence[Expr]],
 
 
 def pick(choices: Sequence[Expr], k: Index) -> Expr:
-    """The k-th of them, where k is known at the run."""
+    """The k-th choice, where k is only known at run time."""
     out = choices[-1]
     for j in reversed(range(len(choices) - 1)):
         out = where(eq(index_value(k), j), choices[j], out)
@@ -76,15 +76,15 @@ def pick(choices: Sequence[Expr], k: Index) -> Expr:
 
 
 def cubic_near(x: Expr, a: float) -> Expr:
-    """Cubic convolution with the free constant a: the weight at a distance below one."""
+    """The weight of cubic convolution with the free constant a, at a distance below one."""
     return ((a + 2) * x - (a + 3)) * x * x + 1
 
 
 def cubic_far(x: Expr, a: float) -> Expr:
-    """At a distance between one and two."""
+    """The weight of cubic convolution at a distance between one and two."""
     return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
 
 def cubic_weights(t: Expr, a: float) -> list[Expr]:
-    """The weights of the neighbours -1, 0, 1, 2 of a position t past neighbour 0."""
+    """The weights of the neighbours -1, 0, 1, 2 of a position that is t past neighbour 0."""
     return [cubic_far(t + 1, a), cubic_near(t, a), cubic_near(1 - t, a), cubic_far(2 - t, a)]

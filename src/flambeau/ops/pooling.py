@@ -45,7 +45,7 @@ class Axis:
         return o * self.stride - self.padding + as_index(w) * self.dilation
 
     def nearest(self, o: Index, w: IndexLike) -> Index:
-        """The place, or for padding the nearest one inside, which belongs to the same window (no dilation)."""
+        """The place, or for padding the nearest place inside, which belongs to the same window (without dilation)."""
         return nearest(self.place(o, w), self.size)
 
     def first(self, o: Index) -> Index:
@@ -55,24 +55,24 @@ class Axis:
 
     @property
     def span(self) -> int:
-        """How many positions a window covers, those between its elements included."""
+        """The number of positions that a window spans, including gaps from dilation."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
     def candidates(self) -> int:
-        """How many windows can hold one position."""
+        """The maximal number of windows that contain one position."""
         return -(-self.span // self.stride)
 
     def candidate(self, x: Index, j: Index) -> Index:
-        """The j-th of them in ascending order; it may lie outside [0, out)."""
+        """The j-th window that may contain position x, in ascending order; it may lie outside [0, out)."""
         return (x + self.padding) // self.stride - (self.candidates - 1) + j
 
     def holds(self, o: Index, x: Index) -> Expr:
-        """Whether window o, which starts at or before x, reaches it."""
+        """Whether window o, which starts at or before x, reaches x."""
         return index_value(x - self.place(o, 0)) < self.span
 
     def count(self, o: Index, with_padding: bool) -> Index:
-        """What ATen divides by in this dimension: padding counts, what lies beyond the padding never does."""
+        """ATen's divisor in this dimension: padding counts if `with_padding`, positions beyond the padding never do."""
         start = self.place(o, 0)
         end = minimum(start + self.kernel, self.size + self.padding)
         return end - start if with_padding else minimum(end, self.size) - maximum(start, 0)
@@ -121,10 +121,10 @@ def max_gradient(grad: Value, x: Value, indices: Value, rank: int, asked: float,
                  bounds: Callable[[Place], Bounds],
                  window: Callable[[Place, Place], Place] = lambda _, w: w,
                  holds: Callable[[Place, Place], Expr] | None = None) -> Value:
-    """Each position adds the gradients of those candidate windows whose saved index is its own; where too many
-    positions would ask a window, windows add theirs to zeros.
+    """The gradient of a maximum: each position adds the gradients of those candidate windows whose saved index is its
+    own. If too many positions would check each window, windows add their gradients to zeros instead.
 
-    asked: how many positions ask a window, about. holds: whether a window can reach a position at all."""
+    asked: about how many positions check each window. holds: whether a window can contain a position at all."""
     caps = build.graph().capabilities
     atomics = not caps.deterministic and caps.swaps("add", x.dtype) and asked > caps.tuning.asked
     if caps.ordered_scatter or atomics:
@@ -140,7 +140,7 @@ def max_gradient(grad: Value, x: Value, indices: Value, rank: int, asked: float,
             o = window(here, w)
             there = all_of([within(k, n) for k, n in zip(o, grad.shape[-rank:], strict=True)])
             there = there if holds is None else there & holds(o, here)
-            at = where(there, cast(indices.load((*lead, *o), there), torch.int64), -1)  # -1: nobody's
+            at = where(there, cast(indices.load((*lead, *o), there), torch.int64), -1)  # -1 matches no position
             mine = eq(cast(at, position), own)
             return where(mine, cast(grad.load((*lead, *o), there), dtype), 0)
 
@@ -156,7 +156,7 @@ def max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
         def body(i: Place) -> tuple[Expr, Expr]:
             lead, o = split(i, rank)
-            # Reading a neighbour again instead of padding changes no maximum, and needs no mask.
+            # Out-of-range places read the nearest element inside: that changes no maximum, and needs no mask.
             dilated = any(a.dilation > 1 for a in axes)
             place = Axis.place if dilated else Axis.nearest
             return greatest(x, lead, [(0, a.kernel) for a in axes],
@@ -201,7 +201,7 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
                 return where(inside, cast(x.load((*lead, *near)), dtype), 0)
 
             total = sum_over([(0, a.kernel) for a in axes], dtype, element)
-            # Integers are divided towards zero, as in C.
+            # Integers are divided rounding towards zero, as in C.
             return total / divisor(axes, o, count_include_pad, divisor_override, dtype)
 
         return build.pointwise((*x.shape[:-rank], *(a.out for a in axes)), body, x.dtype)
@@ -211,7 +211,7 @@ def avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         axes = geometry(x, rank, kernel_size, stride, padding, 1, ceil_mode)
         dtype = opmath(x.dtype)
         firsts = [tabled(a.size, a.out, lambda x, a=a: a.candidate(x, as_index(0))) for a in axes]  # type: ignore[misc]
-        # Every window divides its gradient once, not once for each of its positions.
+        # Each window divides its gradient once, not once per position.
         shares_ = build.pointwise(grad.shape, lambda i: cast(grad.load(i), dtype) / divisor(
             axes, split(i, rank)[1], count_include_pad, divisor_override, dtype))
 
@@ -238,9 +238,9 @@ lower(aten.avg_pool1d)(avg_pool(1)[0])
 
 
 def sum_all(x: Value, sizes: Sequence[Index]) -> Value:
-    """Sums over the shares of the last dimensions, one after the other.
+    """Sum over the shares of the last dimensions, one dimension after another.
 
-    The very last is the one that is not read in order: it comes where the data is least."""
+    The last dimension is the one not read in order, so it is summed when the data is smallest."""
     dims = [(dim, size) for dim, size in enumerate(sizes, x.rank - len(sizes)) if size is not x.shape[dim]]
     grows = any(x.shape[dim].is_const and size.is_const and int(x.shape[dim]) < int(size) for dim, size in dims)
     combine = build.simple_combine("sum", opmath(x.dtype))
@@ -253,7 +253,7 @@ def sum_all(x: Value, sizes: Sequence[Index]) -> Value:
 
 
 def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Sums along one dimension after the other; the divisions, for each output, one after the other as in ATen."""
+    """Sum along one dimension after another; each output is then divided once per dimension, as in ATen."""
 
     def divided(x: Value, n: Sequence[Index], m: Sequence[Index], dtype: DType) -> Value:
         lengths = [share_length(size, parts, opmath(dtype)) for size, parts in zip(n, m, strict=True)]
@@ -278,14 +278,14 @@ def adaptive_avg_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
 
 
 def next_greater(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
-    """Of a value and a later one, with their positions, the greater, the first of equal ones, the last NaN."""
+    """Combine a value and a later one, with their positions: the greater, the first of equal ones, the last NaN."""
     (v, at), (w, there) = a, b
     take = (w > v) | isnan(w) if is_float(v.dtype) else w > v
     return where(take, w, v), where(take, there, at)
 
 
 def first_or_greater(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
-    """The same, where a may be the identity: its position lies behind all others, and a value may equal its value."""
+    """As `next_greater`, where a may be the identity: its position is after all others, and a value may equal it."""
     (v, at), (w, there) = a, b
     take = (w > v) | (there < at)
     take = take | isnan(w) if is_float(v.dtype) else take
@@ -293,15 +293,15 @@ def first_or_greater(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
 
 
 def greater(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...]:
-    """The same of any two values with their marked positions: to a NaN every number compares as to an equal one, and
-    its mark goes before them all."""
+    """As `next_greater`, for two values in any order with marked positions. Every comparison with a NaN counts as
+    equal, and the mark of a NaN comes before all positions."""
     (v, at), (w, there) = a, b
     take = (w > v) | (~(w < v) & (there < at))
     return where(take, w, v), where(take, there, at)
 
 
 def marked(value: Expr, at: Expr) -> Expr:
-    """The position, or for a NaN a negative number, the less the later it comes."""
+    """The position, or for a NaN a negative number that decreases with the position."""
     return where(isnan(value), -1 - at, at) if is_float(value.dtype) else at
 
 
@@ -311,14 +311,14 @@ def unmarked(at: Expr) -> Expr:
 
 def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def forward(x: Value, output_size: Sequence[IndexLike]) -> tuple[Value, ...]:
-        """One dimension after the other; the position so far is that in the dimensions that are done."""
+        """Process one dimension after another; a position so far covers the dimensions that are done."""
         n, dtype = x.shape[-rank:], opmath(x.dtype)
         sizes = [as_index(m) for m in output_size]
         kept = not few_taps([(source, size) for source, size in zip(n, sizes, strict=True) if size is not source])
         position, shape = narrow(product(n)), list(x.shape)
         value: Callable[[Place], Expr] = lambda i: cast(x.load(i), dtype)  # noqa: E731
         place: Callable[[Place], Expr] = lambda i: const(0, position)  # noqa: E731
-        ordered = True  # positions so far are those of one dimension: they grow along it
+        ordered = True  # positions so far cover only one dimension, so they increase along it
         for dim, (size, source) in enumerate(zip(sizes, n, strict=True), x.rank - rank):
 
             def at(i: Place, before: Callable[[Place], Expr] = place, dim: int = dim) -> Expr:
@@ -327,7 +327,7 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
             place = at
             if size is not source:
                 quick = ordered and not are_long(source, size)
-                known = source.is_const and size.is_const  # a share is walked from its first element on
+                known = source.is_const and size.is_const  # without the identity: a share starts with its first element
                 combine = build.make_combine("greatest", (dtype, position), (lowest(dtype), highest(position)),
                                              greater if not quick else next_greater if known else first_or_greater)
 
@@ -348,12 +348,12 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
 
     def backward(grad: Value, x: Value, indices: Value) -> Any:
         if not (grad.rank == x.rank == indices.rank) or not build.graph().agree(grad.shape, indices.shape):
-            return NotImplemented  # eager says what is wrong
+            return NotImplemented  # eager raises the error
         pairs = list(zip(grad.shape[-rank:], x.shape[-rank:], strict=True))
         counts = [share_lengths(m, n)[1] for m, n in pairs]
 
         def windows(here: Place) -> Bounds:
-            """Constant bounds, where sizes are known: a window that is too far away has not saved the position."""
+            """Constant bounds if sizes are known: a window too far away cannot have saved the position."""
             spans = [share_of(k, m, n) for k, (m, n) in zip(here, pairs, strict=True)]
             known = [m.is_const and n.is_const for m, n in pairs]
             return [(lo, lo + c if k else hi) for (lo, hi), c, k in zip(spans, counts, known, strict=True)]
@@ -377,7 +377,7 @@ for _group, _exact, _pool, _name in (
     lower(getattr(aten, f"{_name}_backward"), group=_group)(_pool[1])
 
 
-# ---- back to the places of the maxima ------------------------------------------------------------------
+# ---- writing to the positions of maxima ------------------------------------------------------------------
 
 
 def put_back(x: Value, indices: Value, lead: tuple[Index, ...], sizes: Sequence[Index], mode: str) -> Value:
@@ -397,14 +397,14 @@ def max_unpool(x: Value, indices: Value, output_size: Sequence[IndexLike], strid
     rank = len(sizes)
     given = zip(sizes, x.shape[-rank:], stride or [None] * rank, padding or [0] * rank, strict=True)
     cells = [c for one in given if (c := cell(*one)) is not None]
-    # Rows that cells do not fill cannot be written in even pieces: there zeros come first.
+    # Rows that cells do not fill exactly cannot be written in even pieces, so zeros are written first.
     if build.graph().capabilities.ordered_scatter or len(cells) < rank or sizes[-1].const % cells[-1].stride:
         return put_back(x, indices, x.shape[:-rank], sizes, "set")
     return put_into_cells(x, indices, sizes, cells)
 
 
 def cell(size: Index, count: Index, stride: int | None, padding: int) -> Axis | None:
-    """The windows that the values of an unpooling came from, most likely, without overlap."""
+    """The non-overlapping windows from which the values of an unpooling probably came; None if sizes are unknown."""
     if not size.is_const or not count.is_const or count.const == 0:
         return None
     step = stride or max(1, round(size.const / count.const))
@@ -412,9 +412,9 @@ def cell(size: Index, count: Index, stride: int | None, padding: int) -> Axis | 
 
 
 def put_into_cells(x: Value, indices: Value, sizes: Sequence[Index], cells: Sequence[Axis]) -> Value:
-    """Zeros of the given sizes with each x set at its flat position, which as a rule lies in its own cell.
+    """Zeros of the given sizes with each x set at its flat position, which normally lies in its own cell.
 
-    Positions look into their cell, so that everything is written once, in order; what belongs elsewhere follows."""
+    Each position looks into its cell, so everything is written once, in order; values outside of their cell follow."""
     rank = len(sizes)
     position = narrow(product(sizes))
 
@@ -441,7 +441,7 @@ def put_into_cells(x: Value, indices: Value, sizes: Sequence[Index], cells: Sequ
 @lower(aten.fractional_max_pool2d, aten.fractional_max_pool3d, exact=EVERYWHERE)
 def fractional_max_pool(x: Value, kernel_size: Sequence[int], output_size: Sequence[int], samples: Value
                         ) -> tuple[Value, ...]:
-    """Windows of fixed size at pseudo-random, increasing starts; one sample per plane and dimension."""
+    """Max pooling over windows of fixed size at pseudo-random increasing starts; one sample per plane and dimension."""
     rank, dtype = len(kernel_size), samples.dtype
     sizes = x.shape[-rank:]
 
@@ -449,7 +449,7 @@ def fractional_max_pool(x: Value, kernel_size: Sequence[int], output_size: Seque
         last = sizes[axis] - kernel_size[axis]
         if output_size[axis] == 1:
             return last
-        column = 1 - axis if rank == 2 else axis  # ATen numbers the two samples of a plane from the width
+        column = 1 - axis if rank == 2 else axis  # ATen orders the two samples of a plane from the width
         plane = lead if len(lead) == 2 else (as_index(0), *lead)
         sample = cast(samples.load((*plane, column)), opmath(dtype))
         alpha = round_to(index_value(last, sample.dtype) / (output_size[axis] - 1), dtype)

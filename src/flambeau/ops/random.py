@@ -1,9 +1,9 @@
 """Random numbers: Philox 4x32-10. A number depends only on the seed and the position of the element.
 
-Every random operator has a seed of its own, drawn anew for each run; an element's linear index is its
-counter and gives it four words of 32 bits. Where four neighbours can share a draw, those that need one word each
-take one of its four. One seed and a number for each operator would do as well, but
-a number in the text of a kernel would give equal layers different kernels.
+Every random operator has its own seed, drawn anew for each run. An element's linear index is its counter, which gives
+it four words of 32 bits. Elements that need only one word share a draw among four neighbours where possible. A single
+seed with a number for each operator would work too, but a number in the text of a kernel would give equal layers
+different kernels.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ aten = torch.ops.aten
 
 
 def seed() -> Value:
-    """A seed of its own: a scalar in memory that the executor fills before each run."""
+    """A new seed: a scalar in memory that the executor fills before each run."""
     g = build.graph()
     g.seeds.append(g.add_buffer((), torch.int64, f"seed{len(g.seeds)}", ()).name)
     return g.whole(g.seeds[-1])
 
 
 class Stream:
-    """The random bits of one element, as the distributions want them."""
+    """The random bits of one element, in the forms that distributions need."""
 
     def __init__(self, seed: Value, place: Index, shared: bool) -> None:
         self._seed, self._place, self._shared = seed.load(()), place, shared
 
     def word(self, k: int) -> Expr:
-        """32 bits as an int64."""
+        """The k-th word of 32 bits, as an int64."""
         if not self._shared:
             return philox(self._seed, 0, index_value(self._place), k)
         if k:
@@ -54,7 +54,7 @@ class Stream:
         return out
 
     def uniform(self, dtype: DType, pair: int = 0) -> Expr:
-        """In [0, 1), a multiple of the dtype's last place below one: no rounding makes it one."""
+        """A number in [0, 1), a multiple of the spacing just below one, so that no rounding makes it one."""
         compute, first = opmath(dtype), self.word(2 * pair)
         if dtype is torch.float64:
             return (_small(first, 5, compute) * 2.0**26 + _small(self.word(2 * pair + 1), 6, compute)) * 2.0**-53
@@ -62,21 +62,21 @@ class Stream:
         return _small(first, 32 - digits, compute) * 2.0**-digits
 
     def open_uniform(self, dtype: DType) -> Expr:
-        """In (0, 1], with every bit there is near zero, which a logarithm makes the tail of."""
+        """A number in (0, 1], with full precision near zero, which determines the tail of a logarithm."""
         if dtype is torch.float64:
             return self.uniform(dtype) + 2.0**-53
-        if self._shared:  # one conversion of all bits, which rounds the largest numbers to one
+        if self._shared:  # one conversion of all bits, in which the largest numbers round to one
             return cast(cast(self.word(0), torch.uint32), torch.float32) * 2.0**-32 + 2.0**-33
         high, low = _small(self.word(0), 16, torch.float32), self.word(0) & 0xFFFF
         return high * 2.0**-16 + _small(low + 1, 0, torch.float32) * 2.0**-32
 
     def normal(self, dtype: DType) -> Expr:
-        """Box and Muller's transform."""
+        """A normal number by the Box-Muller transform."""
         radius = sqrt(-2 * log(self.open_uniform(dtype)))
         return radius * cos(2 * math.pi * self.uniform(opmath(dtype), pair=1))
 
     def exponential(self, dtype: DType) -> Expr:
-        """Never zero: numbers rounded to one have a logarithm of about the last place below one."""
+        """An exponential number, never zero: where the logarithm would be zero, it is about the spacing below one."""
         u = self.open_uniform(dtype)
         number = rough_log2(u) * -math.log(2) if self._shared else -log(u)
         return maximum(number, torch.finfo(opmath(dtype)).eps / 2)
@@ -84,7 +84,7 @@ class Stream:
     def below(self, count: Any) -> Expr:
         """An integer in [0, count), as a uint64; count is a number up to 2^64 or an Index.
 
-        The high word of bits * count: what the bits cannot share out evenly is spread over the range.
+        It is the high word of bits * count, which spreads the unavoidable bias over the whole range.
         """
         high, low = (cast(self.word(k), torch.uint64) for k in (0, 1))
         if isinstance(count, Index):
@@ -95,7 +95,7 @@ class Stream:
             return binary("shr", high * count, 32)
         else:
             count = const(count, torch.uint64)
-        # 64 by 64 bits in words of 32; no partial sum needs more than 64.
+        # A 64 x 64 bit product in 32-bit words; no partial sum exceeds 64 bits.
         count_high, count_low = binary("shr", count, 32), count & _WORD
         middle = high * count_low + binary("shr", low * count_low, 32)
         other = low * count_high + (middle & _WORD)
@@ -103,17 +103,17 @@ class Stream:
 
 
 _MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-_SMALL_RANGE = 2**28  # as in ATen, which draws 64 bits beyond
+_SMALL_RANGE = 2**28  # as in ATen, which draws 64 bits for larger ranges
 _WORD = 2**32 - 1
 
 
 def _small(word: Expr, shift: int, dtype: DType) -> Expr:
-    """word >> shift, of less than 32 bits, as a float; by way of int32, which every vector unit converts."""
+    """word >> shift, which has less than 32 bits, as a float; via int32, which every vector unit converts."""
     return cast(cast(binary("shr", word, shift) if shift else word, torch.int32), dtype)
 
 
 def draw_word(seed: Value, row: Index, column: Index) -> Expr:
-    """A number in [0, 1) in float32 for each place of a matrix, whose columns and rows both are counted."""
+    """A float32 number in [0, 1) for a place of a matrix; row and column are the counter."""
     word = philox(seed.load(()), index_value(row), index_value(column), 0)
     return _small(word, 8, torch.float32) * 2.0**-24
 
@@ -122,8 +122,8 @@ Body = Callable[[Stream, tuple[Index, ...]], Expr]
 
 
 def draw(shape: Sequence[IndexLike], dtype: DType, body: Body, bits: DType | None = None) -> Value:
-    """The value of `shape` whose element i is body(random bits, i); `bits`: of what precision the one number is that
-    the body draws, if it draws no more than one."""
+    """The value of `shape` whose element i is body(random bits, i). `bits`: the precision of the number that the body
+    draws, if it draws at most one."""
     if dtype not in SUPPORTED:
         return NotImplemented
     sizes = tuple(as_index(n) for n in shape)
@@ -137,7 +137,7 @@ def draw(shape: Sequence[IndexLike], dtype: DType, body: Body, bits: DType | Non
 
 
 def without_generator(*ops: Any, **facts: Any) -> Callable[[Any], Any]:
-    """`@lower` for operators that may be given a generator: its state is its own, so ATen draws from it."""
+    """`@lower` for operators that accept a generator: if one is given, ATen draws, because it owns that state."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         @lower(*ops, **facts)
@@ -159,17 +159,17 @@ describe(aten.normal.Tensor_Tensor, strides="contiguous")
 
 
 def below(high: float, dtype: DType) -> float:
-    """The greatest number of the dtype that is less."""
+    """The greatest number of the dtype below `high` (subnormals aside)."""
     if high == 0:
         return -torch.finfo(dtype).tiny
     fraction, exponent = math.frexp(high)
-    digits = _MANTISSA[dtype] + (fraction == 0.5)  # below a power of two numbers are closer
+    digits = _MANTISSA[dtype] + (fraction == 0.5)  # numbers below a power of two are spaced more closely
     return math.ldexp(math.ceil(math.ldexp(fraction, digits)) - 1, exponent - digits)
 
 
 def between(size: Sequence[IndexLike], dtype: DType, low: float, high: float) -> Value:
-    """In [low, high), with the digits of float32 at least: few of a narrow dtype would be few numbers of a wide range.
-    What rounding might make the upper end is below it."""
+    """Numbers in [low, high), drawn with at least float32 precision, since a narrow dtype has few numbers in [0, 1).
+    Results that would round to the upper end become the number below it."""
     compute = opmath(dtype)
     unit = (low, high) == (0, 1) and compute is dtype  # needs no rounding
 
@@ -193,7 +193,7 @@ def uniform(x: Value, low: float = 0.0, high: float = 1.0) -> Value:
     return between(x.shape, x.dtype, low, high)
 
 
-# ---- normal and what is made of it ---------------------------------------------------------------------
+# ---- normal and derived distributions ------------------------------------------------------------------
 
 
 @without_generator(aten.randn)
@@ -207,7 +207,7 @@ without_generator(aten.randn_like)(lambda x, dtype=None, **place: randn(x.shape,
 
 @without_generator(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
 def normal(mean: Any, std: Any = 1.0) -> Value:
-    """In the dtype of the mean, if that is a tensor."""
+    """Normal numbers, in the dtype of the mean if that is a tensor."""
     tensors = [v for v in (mean, std) if isinstance(v, Value)]
     dtype = tensors[0].dtype
     compute = opmath(dtype)
@@ -247,7 +247,7 @@ def exponential(x: Value, lambd: float = 1.0) -> Value:
 
 @without_generator(aten.cauchy)
 def cauchy(x: Value, median: float = 0.0, sigma: float = 1.0) -> Value:
-    """A cotangent of what is near zero, where the numbers are dense, and a coin for the sign."""
+    """Cauchy numbers: the cotangent of a number near zero, where floats are dense, with a random sign."""
 
     def body(r: Stream, i: tuple[Index, ...]) -> Expr:
         size = 1 / tan(r.open_uniform(x.dtype) * (math.pi / 2))
@@ -260,7 +260,7 @@ def cauchy(x: Value, median: float = 0.0, sigma: float = 1.0) -> Value:
 
 
 def _integer_between(r: Stream, low: Any, high: Any) -> Expr:
-    """In [low, high); unsigned until the end, because the range may be most of the integers."""
+    """An integer in [low, high), computed unsigned until the end, because the range may be most of the integers."""
     count = high - low
     first = index_value(low) if isinstance(low, Index) else const(low, torch.int64)
     count = int(count) if isinstance(count, Index) and count.is_const else count
@@ -288,17 +288,17 @@ without_generator(aten.randint_like.default, aten.randint_like.generator)(
 
 @without_generator(aten.random)
 def random(x: Value, *bounds: Any) -> Any:
-    """With no upper bound, to the last integer up to which the dtype has them all."""
+    """Random integers; without an upper bound, up to the last integer below which the dtype represents all."""
     low, high = (0, *bounds) if len(bounds) == 1 else bounds or (0, None)
     last = 2 ** _MANTISSA[x.dtype] if is_float(x.dtype) else int(highest(x.dtype))
     if is_float(x.dtype) and any(isinstance(n, int) and not -last <= n <= last + 1 for n in (low, high)):
-        return NotImplemented  # eager warns, in words of its own
+        return NotImplemented  # eager warns, with its own text
     return randint(low, 1 + last if high is None else high, x.shape, dtype=x.dtype)
 
 
 @without_generator(aten.geometric)
 def geometric(x: Value, p: float) -> Value:
-    """Trials up to the first success: an exponential number in units of the chance of failure, rounded up."""
+    """Trials up to the first success: an exponential number divided by -log of the chance of failure, rounded up."""
     compute = opmath(x.dtype) if is_float(x.dtype) else torch.float64
     rate = -math.log1p(-p) if p < 1 else math.inf
     return draw(x.shape, x.dtype, lambda r, i: ceil(r.exponential(compute) * (1 / rate)), compute)
@@ -344,7 +344,7 @@ def native_dropout(x: Value, p: float, train: bool | None = True) -> tuple[Value
 @without_generator(aten.rrelu_with_noise_functional)
 def rrelu_with_noise(x: Value, noise: Value, lower: float = 1 / 8, upper: float = 1 / 3,
                      training: bool = False) -> tuple[Value, Value]:
-    """A leaky relu whose slopes are drawn in training; the noise keeps them for the gradient."""
+    """A leaky relu with random slopes in training; the noise saves them for the gradient."""
     if not training:
         slope = (lower + upper) / 2
         return pointwise(lambda v: where(v > 0, v, v * slope))(x), noise

@@ -1,4 +1,4 @@
-"""Recurrent cells, as fused operators that torch expects of a device."""
+"""Recurrent cells, as the fused operators that torch expects from a device."""
 
 from __future__ import annotations
 

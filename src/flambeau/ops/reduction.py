@@ -33,30 +33,30 @@ of_family(fuses=True)
 Body = Callable[[tuple[Index, ...]], Expr]
 
 
-# ---- what the reducing families share ----------------------------------------------------------------
+# ---- helpers of all families with reductions ---------------------------------------------------------
 
 
 def accumulate(name: str, shape: Shape, axes: Sequence[int], dtype: DType, body: Body, keepdim: bool = False
                ) -> Value:
-    """body(i), of `dtype`, joined over `axes` by sum, prod, min, max, any or all."""
+    """body(i), of `dtype`, combined over `axes` by sum, prod, min, max, any or all."""
     return build.reduce(shape, axes, simple_combine(name, dtype), body, keepdim)[0]
 
 
 def count(shape: Shape, axes: Sequence[int], dtype: DType) -> Expr:
-    """How many elements one result is made of."""
+    """The number of elements per result."""
     return index_value(product(shape[a] for a in axes), dtype)
 
 
 def outside(i: Sequence[Index], axes: Sequence[int]) -> list[Index]:
-    """The index without `axes`: where a reduction over them put its result."""
+    """The index without `axes`, at which a reduction over them has its result."""
     return [x for k, x in enumerate(i) if k not in axes]
 
 
 def moments(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tuple[Value, Value]:
     """The mean over `axes`, and the sum of squared deviations from it.
 
-    Two passes: as exact as Welford's update, and the inner loops stay plain sums, which vectorise. Where a row does not
-    stay in fast memory for the second, and memory is what counts, there is one.
+    Two passes: as exact as Welford's update, while the inner loops stay plain sums, which vectorise. If a row is too
+    large for fast memory to keep it for the second pass, and memory is the bottleneck, one pass is used.
     """
     g = build.graph()
     longest, points = g.capabilities.row_elements, about(product(shape[a] for a in axes), g.typical, 0)
@@ -70,10 +70,10 @@ def moments(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tupl
 
 
 def moments_at_once(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tuple[Value, Value]:
-    """The same in one pass: sums of what is left after a typical element is taken away, and of its squares.
+    """The moments in one pass: sums of the deviations from a typical element, and of their squares.
 
-    How exact the squares are, depends on how far that element is from the mean, in standard deviations: the middle one
-    of three is no outlier, unless two are; at the ends, where there may be padding, none of them is taken.
+    The precision of the squares depends on the distance of that element from the mean, in standard deviations. The
+    median of three samples is no outlier unless two of them are; none is taken at the ends, where there may be padding.
     """
     n, there = count(shape, axes, dtype), index_value(product(shape[a] for a in axes)) > 0
 
@@ -98,14 +98,14 @@ def moments_at_once(shape: Shape, axes: Sequence[int], dtype: DType, body: Body)
 
 @cache
 def sums(dtype: DType, count: int) -> Combine:
-    """Several sums at once."""
+    """A combine function for several sums together."""
     return make_combine(f"sum{count}", (dtype,) * count, (0,) * count,
                         lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)))
 
 
 def finish(v: Value, dtype: DType, axes: Sequence[int], keepdim: bool,
            formula: Callable[[Expr], Expr] = lambda e: e) -> Value:
-    """The reduced value through a last formula, in its storage dtype and with its size-1 dimensions."""
+    """Apply a last formula to the reduced value, convert to its storage dtype, and restore size-1 dimensions."""
     out = build.pointwise(v.shape, lambda i: formula(v.load(i)), dtype)
     return build.unsqueeze(out, axes) if keepdim else out
 
@@ -114,7 +114,7 @@ def finish(v: Value, dtype: DType, axes: Sequence[int], keepdim: bool,
 
 
 def _accumulated(name: str, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | None = None) -> Value:
-    """Integers and bools add up in int64 unless a dtype is asked for; elements are converted to it first."""
+    """A sum or product; integers and bools accumulate in int64 by default, and elements are converted first."""
     out = dtype or (x.dtype if is_float(x.dtype) else torch.int64)
     wide = accumulator(out)
     axes = wrap_dims(dim, x.rank)
@@ -126,7 +126,7 @@ lower(aten.sum.default, aten.sum.dim_IntList)(partial(_accumulated, "sum"))
 lower(aten.prod.default, aten.prod.dim_int)(partial(_accumulated, "prod"))
 
 
-# ---- the gradient of a product, for which eager looks at the data: one call, in exact numerics -------------
+# ---- the gradient of a product, for which eager looks at the data: one call in exact numerics --------------
 
 
 _AROUND = excluded_keys()
@@ -136,7 +136,7 @@ with AutoDispatchBelowAutograd():
 
 @contextmanager
 def _recording() -> Iterator[None]:
-    """Autograd, within an operator, where it is off."""
+    """Turn autograd on inside an operator, where it is off."""
     excluded = excluded_keys() - _AUTOGRAD
     with ForceDispatchKeyGuard(included_keys(), excluded), torch.enable_grad():
         yield
@@ -147,12 +147,12 @@ torch.library.define("flambeau::prod_backward", "(Tensor grad, Tensor x, int? di
 
 @torch.library.impl("flambeau::prod_backward", "CompositeExplicitAutograd")
 def prod_backward(grad: torch.Tensor, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
-    """By autograd itself: what it does where there are zeros has no operator."""
+    """Run autograd itself, because its handling of zeros is not available as an operator."""
     with _recording():
         x = x.detach().requires_grad_()
         result = x.prod() if dim is None else x.prod(dim, keepdim)
     found = torch.autograd.grad(result, x, grad)[0]
-    return found if x.dim() else found.clone()  # which may be the gradient that was given
+    return found if x.dim() else found.clone()  # it might be the given gradient itself
 
 
 @torch.library.register_fake("flambeau::prod_backward")
@@ -161,14 +161,14 @@ def _(grad: torch.Tensor, x: torch.Tensor, dim: int | None, keepdim: bool) -> to
 
 
 class _Product(torch.autograd.Function):
-    """aten.prod, whose gradient is one call."""
+    """aten.prod with its gradient as one call."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
         ctx.where = dim, keepdim
         with AutoDispatchBelowAutograd():
             made = aten.prod.default(x) if dim is None else aten.prod.dim_int(x, dim, keepdim)
-        ctx.save_for_backward(x, made)  # what eager keeps must not be written to
+        ctx.save_for_backward(x, made)  # checks that saved tensors are not written to, as in eager
         return made
 
     @staticmethod
@@ -200,11 +200,11 @@ def mean(x: Value, dim: Any = None, keepdim: bool = False, *, dtype: DType | Non
 def _var_mean(root: bool, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
               ) -> tuple[Value, Value]:
     """`root`: the standard deviation instead of the variance."""
-    g = build.graph()  # ATen's own accumulator on CPUs
+    g = build.graph()  # this is ATen's own accumulator on CPUs
     wide = torch.float64 if g.on_cpu and torch.float64 in g.capabilities.dtypes else opmath(x.dtype)
     axes = wrap_dims(dim, x.rank)
     mean, spread = moments(x.shape, axes, wide, lambda i: cast(x.load(i), wide))
-    # No more degrees of freedom than zero: the quotient is then infinite or NaN, as ATen has it.
+    # Degrees of freedom are clamped at zero: the quotient is then infinite or NaN, as in ATen.
     freedom = maximum(count(x.shape, axes, wide) - (1 if correction is None else correction), 0)
     var = finish(spread, x.dtype, axes, keepdim, lambda e: sqrt(e / freedom) if root else e / freedom)
     return var, finish(mean, x.dtype, axes, keepdim)
@@ -220,7 +220,7 @@ lower(aten.std.correction, group="statistics")(lambda *args, **options: _var_mea
 
 
 def of_something(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The extremum of nothing is an error, and ATen's to raise: of a size that may be zero it is left to it."""
+    """Leave the extremum of an empty range to ATen, which raises the error; so if a size may be zero."""
 
     @wraps(fn)
     def lowered(x: Value, *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +238,7 @@ def _extremum(name: str, x: Value, dim: Any = (), keepdim: bool = False) -> Valu
 
 
 def index_dtype(sizes: Iterable[Index]) -> torch.dtype:
-    """Of an index among so many elements: half as wide where it fits, since it is compared with every element."""
+    """The dtype of an index among so many elements: int32 if it fits, because it is compared with every element."""
     points = product(sizes)
     return torch.int32 if points.is_const and points.const < 1 << 30 else torch.int64
 
@@ -269,7 +269,7 @@ def _arg(name: str, x: Value, dim: int | None = None, keepdim: bool = False) -> 
 
 for _name in ("max", "min"):
     _whole = getattr(aten, _name)
-    # Without an index, which of 0.0 and -0.0 eager chooses depends on the order in which it compares.
+    # Without an index, eager's choice between 0.0 and -0.0 depends on its order of comparisons.
     lower(getattr(aten, f"a{_name}"), _whole.default)(of_something(partial(_extremum, _name)))
     lower(_whole.dim, exact=EVERYWHERE, group="extrema")(of_something(partial(_extremum_at, _name)))
     lower(getattr(aten, f"arg{_name}"), exact=EVERYWHERE, group="statistics")(of_something(partial(_arg, _name)))
@@ -281,7 +281,7 @@ for _name in ("max", "min"):
 def _truth(name: str, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
     axes = wrap_dims(dim, x.rank)
     out = accumulate(name, x.shape, axes, torch.bool, lambda i: cast(x.load(i), torch.bool))
-    # uint8 was the first boolean dtype, and still answers in kind.
+    # as the first boolean dtype, uint8 still returns its own dtype
     return finish(out, torch.uint8 if x.dtype is torch.uint8 else torch.bool, axes, keepdim)
 
 
@@ -297,7 +297,7 @@ _XOR = make_combine("xor", (torch.int64,), (0,), lambda a, b: (a[0] ^ b[0],))
 
 @lower(aten.hash_tensor)
 def hash_tensor(x: Value, dim: Sequence[int] = (), *, keepdim: bool = False, mode: int = 0) -> Value:
-    """The exclusive or of all elements as 64 bits: those of a float64, or a sign-extended integer."""
+    """The exclusive or of all elements as 64-bit words: the bits of a float64, or a sign-extended integer."""
     axes = wrap_dims(dim, x.rank)
 
     def bits(i: tuple[Index, ...]) -> Expr:
@@ -313,7 +313,7 @@ def hash_tensor(x: Value, dim: Sequence[int] = (), *, keepdim: bool = False, mod
 
 @lower(aten.logsumexp, group="statistics")
 def logsumexp(x: Value, dim: Any, keepdim: bool = False) -> Value:
-    """m + log sum exp(x - m), m the largest x; an infinite m is left out, as x - m would be NaN."""
+    """m + log sum exp(x - m), with m the largest x; an infinite m is not subtracted, as x - m would be NaN."""
     out = int_to_float(x.dtype)
     wide = opmath(out)
     axes = wrap_dims(dim, x.rank)
@@ -329,7 +329,7 @@ def logsumexp(x: Value, dim: Any, keepdim: bool = False) -> Value:
 
 
 def p_norm(p: float) -> tuple[str, Callable[[Expr], Expr], Callable[[Expr], Expr]]:
-    """The p-norm in three parts: what joins the elements, what each goes through before, the whole after."""
+    """The p-norm in three parts: how elements are combined, what is applied to each before, and to the total after."""
     if p == 0:
         return "sum", lambda e: cast(ne(e, 0), e.dtype), lambda e: e
     if p == 1:
@@ -337,7 +337,7 @@ def p_norm(p: float) -> tuple[str, Callable[[Expr], Expr], Callable[[Expr], Expr
     if p == 2:
         return "sum", square, sqrt
     if p == math.inf:
-        return "max", abs_, lambda e: maximum(e, 0)  # of nothing: 0
+        return "max", abs_, lambda e: maximum(e, 0)  # 0 for an empty range
     if p == -math.inf:
         return "min", abs_, lambda e: e
     return "sum", lambda e: pow_(abs_(e), p), lambda e: pow_(e, 1 / p)
@@ -345,7 +345,7 @@ def p_norm(p: float) -> tuple[str, Callable[[Expr], Expr], Callable[[Expr], Expr
 
 def _norm_shape(x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *,
                 dtype: DType | None = None) -> torch.Tensor:
-    """Torch 2.11 keeps a dimension of one element that is counted from the end."""
+    """Normalize negative dimensions: torch 2.11's shape rule mishandles them for dimensions of one element."""
     if dim is not None and x.ndim and all(-x.ndim <= d < x.ndim for d in dim):
         dim = [d % x.ndim for d in dim]
     return reference_norm(x, ord, dim, keepdim, dtype=dtype)
@@ -359,7 +359,7 @@ def vector_norm(x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, 
     axes = wrap_dims(dim, x.rank)
     n = product(x.shape[a] for a in axes)
     join, each, whole = p_norm(float(ord))
-    if ord not in (0, 1) and math.isfinite(ord) and not is_positive(n - 1):  # of one element: what no power rounds
+    if ord not in (0, 1) and math.isfinite(ord) and not is_positive(n - 1):  # a single element is not rounded by powers
         single, power, root = eq(index_value(n), 1), each, whole
         each, whole = lambda e: where(single, abs_(e), power(e)), lambda e: where(single, e, root(e))
     total = accumulate(join, x.shape, axes, wide, lambda i: each(cast(cast(x.load(i), out), wide)))

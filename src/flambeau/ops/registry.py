@@ -32,12 +32,12 @@ def overloads(op: Any) -> Iterable[OpOverload]:
 
 
 def lower(*ops: Any, **facts: Any) -> Callable[[F], F]:
-    """Register the function as the lowering of these operators (packets: all functional overloads), and what else is
-    known of them: the fields of `Facts`.
+    """Register the function as the lowering of these operators (packets: all functional overloads), together with facts
+    about them: the fields of `Facts`.
 
-    It gets the operator's arguments with Values for tensors and Indices for symbolic sizes, and returns a
-    Value or a tuple of them. Returning NotImplemented hands this call to ATen, counted and named. An operator that
-    `reads_memory` gets its first argument in a buffer that is laid out as its memory is in eager.
+    It gets the operator's arguments with Values for tensors and Indices for symbolic sizes, and returns a Value or a
+    tuple of them. Returning NotImplemented hands this call to ATen, counted and named. An operator that `reads_memory`
+    gets its first argument in a buffer with the memory layout that it has in eager.
     """
     family = describing_file()
 
@@ -56,8 +56,8 @@ HIGHER: dict[HigherOrderOperator, Callable[..., Any]] = {}
 
 
 def lower_higher(op: HigherOrderOperator, **facts: Any) -> Callable[[F], F]:
-    """`@lower` for an operator of functions, which it gets as functions of values (`formulas.Formula`). Its results may
-    be lists of results; None for what is none."""
+    """`@lower` for higher-order operators, whose function arguments become functions of values (`formulas.Formula`).
+    Results may be lists of results, and None for an absent one."""
     describe(op, **facts)
 
     def register(fn: F) -> F:
@@ -74,7 +74,7 @@ def operand(x: Any) -> Operand:
 
 
 def broadcast_shapes(*shapes: Sequence[Index]) -> tuple[Index, ...]:
-    """Sizes that are not known to be equal are noted in the graph: they have to be at the run."""
+    """The broadcast shape. Sizes not known to be equal are recorded in the graph: they must be equal at run time."""
     rank = max((len(s) for s in shapes), default=0)
     one = as_index(1)
     out = [one] * rank
@@ -164,12 +164,12 @@ def table(kind: str, rows: dict[Any, Callable[..., Expr]], **facts: Any) -> None
 
 
 class OutOfRange(IndexError):
-    """An argument that eager refuses, although torch's tracing may let it pass: the call is left to eager, which says
-    so when it runs."""
+    """Raised for an argument that eager rejects although torch's tracing may accept it: the call is left to eager,
+    which raises its error at run time."""
 
 
 def wrap_dim(dim: int, rank: int) -> int:
-    """A dimension counted from the end, as PyTorch allows; rank 0 counts as one dimension."""
+    """A dimension counted from the start, from one that may count from the end; rank 0 counts as one dimension."""
     size = max(rank, 1)
     if not -size <= dim < size:
         raise OutOfRange(f"Dimension out of range (expected to be in range of [{-size}, {size - 1}], but got {dim})")
@@ -177,7 +177,7 @@ def wrap_dim(dim: int, rank: int) -> int:
 
 
 def wrap_dims(dims: Any, rank: int) -> tuple[int, ...]:
-    """None or empty: every dimension."""
+    """All given dimensions counted from the start; None or empty means every dimension."""
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return tuple(range(rank))
     if isinstance(dims, int):

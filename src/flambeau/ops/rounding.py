@@ -1,7 +1,8 @@
-"""Helpers for formulas that have to round exactly where eager's kernels do.
+"""Helpers for formulas that must round exactly where eager's kernels do.
 
-nvcc and g++ contract a * b + c to one rounding; kernels for small floats compute in float32, most of them up to the
-end, some step by step. Read from the machine code of eager's kernels, or of the same formulas compiled with nvcc.
+nvcc and g++ contract a * b + c to a single rounding. Kernels for small floats compute in float32: most of them
+throughout, some with rounding after each step. This was read from the machine code of eager's kernels, or of the same
+formulas compiled with nvcc.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _stored: ContextVar[DType] = ContextVar("flambeau_stored", default=torch.float32
 
 @contextmanager
 def storing(dtype: DType) -> Iterator[None]:
-    """While a formula for tensors of this dtype is being written."""
+    """While active, formulas are written for tensors of this dtype."""
     token = _stored.set(dtype)
     try:
         yield
@@ -32,34 +33,34 @@ def storing(dtype: DType) -> Iterator[None]:
 
 
 def is_exact() -> bool:
-    """Whether the current graph has the bits of eager's kernels."""
+    """Whether the current graph must have the bits of eager's kernels."""
     return build.policy().exact
 
 
 def mad(a: Expr, b: Expr, c: Scalar) -> Expr:
-    """a * b + c as eager's compiler has it."""
+    """a * b + c, contracted as eager's compiler does."""
     return fma(a, b, lift(c, a.dtype)) if build.policy().fuses_multiply_add and is_float(a.dtype) else a * b + c
 
 
 def as_stored(x: Expr) -> Expr:
-    """With the digits of the tensors' dtype."""
+    """Round to the dtype of the tensors."""
     return round_to(x, _stored.get())
 
 
 def step(x: Expr) -> Expr:
-    """A result within a kernel that computes in the dtype of its tensors."""
+    """Round an intermediate result, in a kernel that computes in the dtype of its tensors."""
     return as_stored(x) if build.policy().steps and is_float(x.dtype) else x
 
 
 def mad_by_steps(a: Expr, b: Expr, c: Scalar) -> Expr:
-    """a * b + c in such a kernel: small floats are rounded in between, so that nothing is contracted."""
+    """a * b + c in such a kernel: small floats are rounded in between, which prevents contraction."""
     if build.policy().steps and _stored.get() is not a.dtype:
         return step(step(a * b) + c)
     return mad(a, b, c)
 
 
 def by_kernels(fast: Callable[..., Any], **exact: Callable[..., Any]) -> Callable[..., Any]:
-    """A formula, and those of eager's kernels by the type of their device: `cuda=`, `cpu=`, or `both=`."""
+    """Choose a formula: `fast`, or in exact numerics that of eager's kernels by device: `cuda=`, `cpu=`, `both=`."""
 
     def formula(*args: Any, **named: Any) -> Any:
         kernels = build.policy().kernels
@@ -76,6 +77,6 @@ def _as_stored(number: float, x: Expr) -> Expr:
     return round_to(const(number, x.dtype), _stored.get()) if is_float(x.dtype) else const(number, x.dtype)
 
 
-# A number that eager's kernels have in the dtype of their tensors x: those for CUDA, or all of them.
+# A constant that eager's kernels round to the dtype of their tensors: CUDA's kernels, or all of them.
 stored = by_kernels(_as_is, cuda=_as_stored)
 stored_anywhere = by_kernels(_as_is, both=_as_stored)

@@ -1,7 +1,7 @@
 """Grid sampling: reads an image at real positions, with gradients of the image and the grid.
 
-ATen has two sets of formulas, equal but for rounding and for what is not a number. A point that lies on the
-border in the one may lie beside it in the other, so a lowering follows its operator's (`Axis`, `PlainAxis`).
+ATen has two sets of formulas, which are equal except for rounding and NaN. A point on the border in one may lie off it
+in the other, so each lowering follows its own operator's (`Axis`, `PlainAxis`).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ aten = torch.ops.aten
 BILINEAR, NEAREST, BICUBIC = range(3)
 ZEROS, BORDER, REFLECTION = range(3)
 ROW = 16  # channels from which on they are read as rows
-WIDE = 4  # elements of 16 bytes
-FEW = 4  # fewer points than one for so many positions: laying out the image costs more than it brings
+WIDE = 4  # elements of a 16-byte access
+FEW = 4  # if there are fewer points than positions / 4, changing the image's layout costs more than it gains
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of the image: from [-1, 1] to a position in [0, size), as in grid_sampler_2d."""
+    """One dimension of the image: maps [-1, 1] to a position in [0, size), as in grid_sampler_2d."""
 
     size: Index
     padding: int
     align: bool
 
-    # A corner outside the image adds zero times its weight, so that a NaN in the grid shows.
+    # A corner outside of the image adds zero times its weight, so that a NaN in the grid propagates.
     outside_counts = True
 
     def number(self, i: Index, like: Expr) -> Expr:
@@ -58,11 +58,11 @@ class Axis:
         return self.number(self.size - 1 if self.align else self.size, like) / 2
 
     def clip(self, x: Expr) -> Expr:
-        """To the image; NaN becomes zero."""
+        """Clip to the image; NaN becomes zero."""
         return where(x > 0, minimum(x, self.number(self.size - 1, x)), 0)
 
     def reflect(self, x: Expr) -> tuple[Expr, Expr]:
-        """The position mirrored at the borders until it lies inside, and whether it runs backwards there."""
+        """The position mirrored at the borders until it is inside, and whether its direction is reversed there."""
         low = 0.0 if self.align else -0.5
         period = self.number((self.size - 1 if self.align else self.size) * 2, x)
         away = abs_(x - low)
@@ -73,11 +73,11 @@ class Axis:
 
     @property
     def is_point(self) -> bool:
-        """Both borders are one point: there is nothing to mirror."""
+        """Whether both borders are one point, so that there is nothing to mirror."""
         return self.align and self.size is as_index(1)
 
     def moved(self, x: Expr) -> Expr:
-        """An unnormalised position as the padding mode moves it, before it is clipped."""
+        """An unnormalized position after the padding mode is applied, but before clipping."""
         if self.padding == REFLECTION:
             return const(0, x.dtype) if self.is_point else self.reflect(x)[0]
         return x
@@ -87,11 +87,11 @@ class Axis:
         return x if self.padding == ZEROS else self.clip(x)
 
     def has_next(self, moved: Expr) -> Expr:
-        """Whether there is a position after the one that this becomes when it is clipped."""
+        """Whether the position has a next one inside the image after clipping."""
         return ~(moved >= self.number(self.size - 1, moved)) & (index_value(self.size) > 1)
 
     def place_with_slope(self, x: Expr) -> tuple[Expr, Expr]:
-        """The position and d position / d coordinate; on and beyond the border it does not move."""
+        """The position and d position / d coordinate, which is zero on and beyond the border."""
         slope = self.slope(x)
         if self.padding == ZEROS:
             return x, slope
@@ -109,20 +109,20 @@ class Axis:
         return None if size is None else size - 1
 
     def whole(self, x: Expr) -> Expr:
-        """A whole number as an integer, as wide as a float where that is enough."""
+        """An integral float as an integer; as wide as the float if that suffices."""
         return cast(x, torch.int32 if self.top is not None and self.top < 2**31 else torch.int64)
 
     def kept(self, x: Expr) -> Expr:
-        """The same for memory: far outside, NaN included, it becomes -2."""
+        """`whole` for storing in memory: far outside, including NaN, it becomes -2."""
         return where((x >= -1) & (x < self.number(self.size, x)), self.whole(x), -2)
 
     def inside(self, x: Expr) -> Expr:
-        """As an integer or as a float; a NaN is outside."""
+        """Whether an integer or float position is inside; NaN is outside."""
         return (x >= 0) & (x < index_value(self.size, x.dtype))
 
 
 class PlainAxis(Axis):
-    """The same as in grid_sampler_3d."""
+    """One dimension of the image, as in grid_sampler_3d."""
 
     outside_counts = False
 
@@ -132,7 +132,7 @@ class PlainAxis(Axis):
         return ((x + 1) * self.number(self.size, x) - 1) / 2
 
     def clip(self, x: Expr) -> Expr:
-        """To the image; NaN becomes the last position."""
+        """Clip to the image; NaN becomes the last position."""
         last = self.number(self.size - 1, x)
         return where(x < last, where(x > 0, x, 0), last)
 
@@ -152,7 +152,7 @@ A = -0.75  # the free constant of cubic convolution, as in ATen
 
 
 def cubic_slopes(t: Expr) -> list[Expr]:
-    """Minus the derivatives of `cubic_weights`."""
+    """The negated derivatives of `cubic_weights`."""
 
     def near(x: Expr) -> Expr:
         return (3 * (A + 2) * x - 2 * (A + 3)) * x
@@ -165,17 +165,17 @@ def cubic_slopes(t: Expr) -> list[Expr]:
 
 @dataclass(frozen=True)
 class Taps:
-    """What one output reads along one dimension: positions, their weights, d weight / d position."""
+    """The positions that one output reads along one dimension, their weights, and d weight / d position."""
 
     axis: Axis
     position: Callable[[Index], Expr]  # of neighbour k
     weights: Sequence[Expr]
     slopes: Sequence[Expr]
-    first: Index | None = None  # where taps follow one another, so do their addresses
-    known: Sequence[Expr] | None = None  # whether neighbour k is inside, if that follows from how it was placed
+    first: Index | None = None  # set if the taps' addresses are consecutive
+    known: Sequence[Expr] | None = None  # whether neighbour k is inside, if its placement determines that
 
     def inside(self, k: IndexLike) -> Expr:
-        """Whether neighbour k reads anything."""
+        """Whether neighbour k is inside, and so reads anything."""
         return self.axis.inside(self.position(as_index(k))) if self.known is None else pick(self.known, as_index(k))
 
     def __len__(self) -> int:
@@ -183,8 +183,8 @@ class Taps:
 
 
 def reads_rows(image: Value, grid: Value) -> bool:
-    """Whether all channels of a position shall be read together, as one row: where there are enough of them, and
-    enough positions are read to make up for laying out the image so."""
+    """Whether to read all channels of a position together, as one row: if there are enough channels, and enough
+    positions are read to pay for changing the image's layout."""
     if not build.graph().capabilities.gathers_rows:
         return False
     channels, area, points = image.shape[1], product(image.shape[2:]), product(grid.shape[1:-1])
@@ -201,7 +201,7 @@ def has_channels_last(image: Value) -> bool:
 
 
 def channels_last(image: Value) -> Value:
-    """The same image in memory with its channels contiguous, in rows that begin where wide accesses may."""
+    """The image with contiguous channels in memory, in rows that are aligned for wide accesses."""
     if has_channels_last(image):
         return image
     n, c, *sizes = image.shape
@@ -214,7 +214,7 @@ def padded(channels: Index) -> Index:
 
 
 def channel(image: Value, n: Index, c: Index, at: Place) -> Expr:
-    """One of the padded channels; those that the image does not have are zero."""
+    """One of the padded channels; padding channels are zero."""
     there = index_value(c) < index_value(image.shape[1])
     if padded(image.shape[1]) is image.shape[1]:
         return image.load((n, c, *at))
@@ -222,7 +222,7 @@ def channel(image: Value, n: Index, c: Index, at: Place) -> Expr:
 
 
 class Sampler:
-    """The geometry of one call: which taps output (n, *o) has along each dimension."""
+    """The geometry of one call: the taps of output (n, *o) along each dimension."""
 
     def __init__(self, image: Value, grid: Value, mode: int, padding: int, align: bool, kind: type[Axis],
                  backward: bool = False) -> None:
@@ -238,14 +238,14 @@ class Sampler:
                       for a in range(self.rank) if mode == BILINEAR]
 
     def once(self, body: Callable[[Place], Expr]) -> Callable[[Place], Expr]:
-        """All channels of an image read at the same places. A kernel finds the places of all of them itself; where one
-        scatters and another reduces, they are found once and kept in memory, unless channels lie together."""
+        """A position that all channels share. A single kernel computes it for all channels itself. In a backward, where
+        one kernel scatters and another reduces, it is computed once and stored, unless channels are contiguous."""
         if not self.backward or build.graph().capabilities.gathers_rows:
             return body
         return build.pointwise((self.grid.shape[0], *self.out), body).load
 
     def coordinate(self, a: int, i: Place) -> Expr:
-        """The position in dimension a, before padding; the grid holds x first, the image has it last."""
+        """The position in dimension a before padding. The grid stores x first, but it is the image's last dimension."""
         return self.axes[a].unnormalize(cast(self.grid.load((*i, self.rank - 1 - a)), self.dtype))
 
     def place(self, a: int, i: Place) -> Expr:
@@ -257,11 +257,11 @@ class Sampler:
         return floor(self.place(a, i)) if self.mode == BILINEAR else round(self.place(a, i))
 
     def position(self, a: int, i: Place) -> Expr:
-        """The same as what is kept of it."""
+        """The first position, in the form in which it is stored."""
         x, axis = self.first(a, i), self.axes[a]
         if not (self.rows or self.backward):
             return x
-        if self.backward and axis.padding != ZEROS:  # it was brought inside, unless it is not a number
+        if self.backward and axis.padding != ZEROS:  # it is inside already, unless it is NaN
             return where(isnan(self.coordinate(a, i)), -2, axis.whole(x))
         return axis.kept(x)
 
@@ -293,13 +293,13 @@ class Sampler:
                 for t, x, j in zip(along, at, k, strict=True)], inside
 
     def read(self, n: Index, c: Index, along: Sequence[Taps], k: Sequence[int]) -> tuple[Expr, Expr]:
-        """The image at tap k, zero outside, and whether it is inside."""
+        """The image at tap k, zero outside; and whether it is inside."""
         at, inside = self.spot(along, k)
         return where(inside, cast(self.image.load((n, c, *at), inside), self.dtype), 0), inside
 
     def plus(self, total: Expr, value: Expr, inside: Expr, *factors: Expr) -> Expr:
-        """The total and the value of a tap times its factors."""
-        if self.rows:  # the factors once for all channels
+        """Add a tap's value times its factors to the total."""
+        if self.rows:  # multiply the factors once for all channels
             weight = reduce(operator.mul, factors)
             weight = weight if self.kind.outside_counts else where(inside, weight, 0)
             return value * weight if total.op == "const" else fma(value, weight, total)
@@ -339,7 +339,7 @@ def forward(kind: type[Axis]) -> Callable[..., Any]:
 
 
 def image_gradient(s: Sampler, grad: Value) -> Value:
-    """Every output adds its gradient, times the weight of each tap, where the tap read."""
+    """Every output adds its gradient times each tap's weight to the place that the tap read."""
     rank = s.rank
     reach = {BILINEAR: 2, NEAREST: 1, BICUBIC: 4}[s.mode]
     if s.rows:
@@ -364,7 +364,7 @@ def image_gradient(s: Sampler, grad: Value) -> Value:
 
 
 def row_gradient(s: Sampler, grad: Value, reach: int) -> Value:
-    """The same with the channels of a tap next to each other, which are then brought to their places."""
+    """The image gradient, computed with contiguous channels per tap, and then transposed to the image's layout."""
     n, c, *sizes = s.image.shape
     taps = (as_index(reach),) * s.rank
 
@@ -384,7 +384,7 @@ def row_gradient(s: Sampler, grad: Value, reach: int) -> Value:
 
 
 def grid_gradient(s: Sampler, grad: Value) -> Value:
-    """d loss / d coordinate: over the channels, the slope of the interpolated image times the gradient."""
+    """d loss / d coordinate: the sum over channels of the interpolated image's slope times the gradient."""
     if s.mode == NEAREST:
         return build.pointwise(s.grid.shape, lambda _: const(0, s.grid.dtype))
 

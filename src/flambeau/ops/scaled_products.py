@@ -1,4 +1,4 @@
-"""Products of scaled small floats: of a tensor, of each row and column, or of blocks of the summed dimension."""
+"""Products of scaled small floats, with scales for a tensor, for each row and column, or for blocks of the depth."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flambeau.ir.nodes import Value
 from flambeau.ops.registry import load_at, lower
 
 aten = torch.ops.aten
-BLOCK = 128  # elements of the summed dimension that share a scale, and that are summed before float32 takes over
+BLOCK = 128  # elements of the depth per scale, and per partial sum before accumulation in float32
 WHOLE, LINES, BY_LINE, BY_SQUARE = 0, 1, 4, 5  # torch's ScalingType: a tensor, rows and columns, 1 x 128, 128 x 128
 BLOCKS, KNOWN = {BY_LINE, BY_SQUARE}, {WHOLE, LINES, BY_LINE, BY_SQUARE}
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-Place = Callable[[Index, Index], Sequence[Index]]  # where the scale is of a line's element
+Place = Callable[[Index, Index], Sequence[Index]]  # from a line and a depth index to the index of the scale
 
 
 def place(how: int | None, across: bool) -> Place:
-    """`across`: the scale's second dimension is that of lines."""
+    """The place of a scale. `across`: the scale's second dimension is that of the lines."""
 
     def at(line: Index, k: Index) -> Sequence[Index]:
         found = line // BLOCK if how == BY_SQUARE else line, ZERO if how == LINES else k // BLOCK
@@ -35,7 +35,7 @@ def place(how: int | None, across: bool) -> Place:
 
 
 def recipe(scale: Value, lines: Index, depth: Index, across: bool) -> int | None:
-    """How a factor of so many lines is scaled, as the shape of its scale says; None: in a way of its own."""
+    """How a factor with so many lines is scaled, deduced from the shape of its scale; None if it is an unknown way."""
     if all(n is ONE for n in scale.shape):
         return WHOLE
     if scale.rank != 2 or not all(n.is_const for n in (*scale.shape, lines, depth)):
@@ -50,8 +50,8 @@ def recipe(scale: Value, lines: Index, depth: Index, across: bool) -> int | None
 
 def scaled_product(a: Value, b: Value, scales: Sequence[Value], kinds: Sequence[int | None], places: Sequence[Place],
                    bias: Value | None, dtype: DType | None, fast: bool) -> Any:
-    """(a * scale) @ (b * scale) + bias. Tensor cores keep some 22 bits of a sum of small floats: unless `fast`, what
-    128 elements come to is added in float32."""
+    """(a * scale) @ (b * scale) + bias. Tensor cores keep some 22 bits when they sum small floats: unless `fast`, the
+    sum of each 128 elements is added up in float32."""
     if not build.contracts() or a.dtype not in FP8 or b.dtype not in FP8 or dtype not in OUTPUTS or None in kinds:
         return NotImplemented
     inner, *others = (kind in BLOCKS for kind in kinds)
@@ -84,7 +84,7 @@ def scaled_product(a: Value, b: Value, scales: Sequence[Value], kinds: Sequence[
 @lower(aten._scaled_mm.default, library=True, takes_fp8=True)
 def scaled_mm(a: Value, b: Value, scale_a: Value, scale_b: Value, bias: Value | None = None,
               scale_result: Value | None = None, out_dtype: DType | None = None, use_fast_accum: bool = False) -> Any:
-    """Scales lie as the factors do: of rows, 1 x 128 and 128 x 128 blocks."""
+    """A scaled product whose scales are laid out like the factors, for rows, 1 x 128 blocks and 128 x 128 blocks."""
     if scale_result is not None:
         return NotImplemented
     kinds = recipe(scale_a, a.shape[0], a.shape[1], False), recipe(scale_b, b.shape[1], a.shape[1], True)
@@ -97,7 +97,7 @@ def scaled_mm_by_recipe(a: Value, b: Value, scale_a: Sequence[Value], recipe_a: 
                         scale_b: Sequence[Value], recipe_b: Sequence[int], swizzle_b: Sequence[int],
                         bias: Value | None = None, out_dtype: DType | None = None,
                         contraction_dim: Sequence[int] = (), use_fast_accum: bool = False) -> Any:
-    """Scales of lines have these first, for both factors; those of squares last."""
+    """A scaled product by recipe: for both factors, scales of lines have the lines first, scales of squares last."""
     given, kinds = (*scale_a, *scale_b), (*recipe_a, *recipe_b)
     if any((*swizzle_a, *swizzle_b, *contraction_dim)) or len(given) != 2 or not {*kinds} <= KNOWN \
             or any(kind in BLOCKS and a.shape[1] % BLOCK is not ZERO for kind in kinds):

@@ -23,8 +23,8 @@ aten = torch.ops.aten
 
 
 def running(dtype: DType) -> DType:
-    """The dtype a running value is kept in. Where a scan adds one by one, its rounding errors pile up as those of a
-    sum in many lanes do not: there float32 runs in float64, as in ATen."""
+    """The dtype of a running value. Sequential scans accumulate rounding errors, unlike sums in many lanes, so there
+    float32 is accumulated in float64, as in ATen."""
     if not is_float(dtype):
         return torch.int64
     return torch.float64 if dtype is torch.float32 and build.graph().capabilities.serial_scans else opmath(dtype)
@@ -43,8 +43,8 @@ lower(aten.cumsum, group="cumulative")(partial(_cumulated, "sum"))
 lower(aten.cumprod, group="cumulative")(partial(_cumulated, "prod"))
 
 
-# torch has this gradient only as a composition, of some twenty operators that look for zeros to divide around. As one
-# operator it is one scan, and divides by nothing.
+# torch only has this gradient as a composition of some twenty operators, which look for zeros to divide around. As one
+# operator it is one scan without divisions.
 torch.library.define("flambeau::cumprod_backward", "(Tensor grad, Tensor x, int dim, Tensor out) -> Tensor")
 torch.library.impl("flambeau::cumprod_backward", "CompositeExplicitAutograd", aten.cumprod_backward)
 
@@ -59,7 +59,8 @@ def _(grad: torch.Tensor, x: torch.Tensor, dim: int, out: torch.Tensor) -> torch
 
 @cache
 def _affine(dtype: DType) -> Combine:
-    """The map t -> a t + b after those before it, from zero; and a value that only the last one has."""
+    """The map t -> a t + b composed with those before it, starting from zero; plus a value that only the last one
+    has."""
 
     def fn(first: tuple[Expr, ...], then: tuple[Expr, ...]) -> tuple[Expr, ...]:
         return first[0] * then[0], first[1] * then[0] + then[1], then[2]
@@ -69,7 +70,7 @@ def _affine(dtype: DType) -> Combine:
 
 @lower(torch.ops.flambeau.cumprod_backward)
 def cumprod_backward(grad: Value, x: Value, dim: int, out: Value) -> Value:
-    """The sum over k >= i of grad[k] * (product of x[j] for j <= k but i) is out[i - 1] * t[i], with
+    """The sum over k >= i of grad[k] * (product of x[j] for j <= k except i) is out[i - 1] * t[i], with
     t[i] = grad[i] + x[i + 1] * t[i + 1]."""
     if not x.rank:
         return grad
@@ -87,14 +88,14 @@ def cumprod_backward(grad: Value, x: Value, dim: int, out: Value) -> Value:
 
 @cache
 def _so_far(name: str, dtype: DType, place: DType) -> Combine:
-    """The extremum and its index. The right side is always the later one, so on ties, and among NaNs, it wins
-    as in ATen."""
+    """The extremum so far and its index. The right side is always the later one, so it wins ties and among NaNs, as in
+    ATen."""
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
         (best, at), (new, here) = a, b
         take = new >= best if name == "max" else new <= best
         if is_float(dtype):
-            take = take | isnan(new)  # and what is compared with a NaN never takes its place
+            take = take | isnan(new)  # and a comparison with a NaN never replaces it
         return where(take, new, best), where(take, here, at)
 
     start = lowest(dtype) if name == "max" else highest(dtype)
@@ -116,12 +117,12 @@ lower(aten.cummax, exact=EVERYWHERE, group="cumulative")(partial(_extremum_so_fa
 lower(aten.cummin, exact=EVERYWHERE, group="cumulative")(partial(_extremum_so_far, "min"))
 
 
-# torch adds each element of this gradient to its place. But places are in runs, each of which begins at its own place:
-# as one operator it is a scan that begins anew with each run, where additions to one place would wait for one another.
+# torch scatters each element of this gradient to its place. But equal places form runs, each of which begins at its own
+# place. So as one operator it is a scan that restarts with each run; atomic additions to one place would be serialized.
 torch.library.define("flambeau::cummaxmin_backward", "(Tensor grad, Tensor indices, int dim) -> Tensor")
 torch.library.impl("flambeau::cummaxmin_backward", "CompositeExplicitAutograd",
                    lambda grad, indices, dim: grad.new_zeros(grad.shape).scatter_add(dim, indices, grad))
-describe(aten.cummaxmin_backward.default,  # the gradient of nothing is the argument itself in eager
+describe(aten.cummaxmin_backward.default,  # for empty tensors, eager returns the argument itself
          traced=lambda grad, x, indices, dim: torch.ops.flambeau.cummaxmin_backward(grad, indices, dim) if x.numel()
          else x)
 
@@ -133,8 +134,8 @@ def _(grad: torch.Tensor, indices: torch.Tensor, dim: int) -> torch.Tensor:
 
 @cache
 def _in_runs(dtype: DType) -> Combine:
-    """The sum of a run, from its end; whether it goes on before the elements so far, and a value that only the last
-    one has."""
+    """The sum of a run from its end; whether the run continues before the elements so far; and a value taken from the
+    last element."""
 
     def fn(after: tuple[Expr, ...], here: tuple[Expr, ...]) -> tuple[Expr, ...]:
         return where(ne(here[0], 0), after[0], 0), where(ne(here[0], 0), after[1], 0) + here[1], here[2]
@@ -165,10 +166,10 @@ def cummaxmin_backward(grad: Value, indices: Value, dim: int) -> Value:
 
 @cache
 def _log_sum(dtype: DType) -> Combine:
-    """(m, s) stands for m + log(s), m the largest element: the logarithm waits until after the scan."""
+    """(m, s) stands for m + log(s), with m the largest element, so that the logarithm is computed after the scan."""
 
     def smaller(difference: Expr, same: Expr) -> Expr:
-        # exp, as 2 to a power: one instruction where that counts. Equal infinities: their difference is NaN.
+        # exp is computed as a power of 2, a single instruction. Equal infinities are excepted: their difference is NaN.
         return where(same, 1, exp2(difference * math.log2(math.e)))
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -179,19 +180,19 @@ def _log_sum(dtype: DType) -> Combine:
     whole = make_combine("logsumexp", (dtype, dtype), (-math.inf, 0), fn)
     m, s = whole.left
     top, total = (Expr("carry", dtype, (), name) for name in ("top", "total"))
-    # Further apart, m + log(s) of an early element would lose places to the largest one. Not of infinities and NaNs:
-    # what they are apart is no number. Beyond the end there are sums of zero.
+    # Beyond this distance, m + log(s) of an early element would lose precision to the largest one. This does not apply
+    # to infinities and NaNs, whose difference is not a number. Sums beyond the end are zero.
     holds = (top - m <= 24) | eq(s, 0)
     return replace(whole, level=Level(top, total, m, holds, s * smaller(m - top, eq(m, top)), (top, total)))
 
 
 @cache
 def _log_sum_beyond(dtype: DType) -> Combine:
-    """(m, r) stands for m + log(1 + r), r what comes to the largest element: nothing of it is lost beside the one."""
+    """(m, r) stands for m + log(1 + r), with r the sum relative to the largest element: nothing is lost beside 1."""
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
         (am, ar), (bm, br) = a, b
-        scale = where(eq(am, bm), 1, exp(-abs_(am - bm)))  # equal infinities: their difference is NaN
+        scale = where(eq(am, bm), 1, exp(-abs_(am - bm)))  # for equal infinities, the difference is NaN
         return maximum(am, bm), where(am >= bm, fma(br + 1, scale, ar), fma(ar + 1, scale, br))
 
     return make_combine("logsumexp", (dtype, dtype), (-math.inf, -1), fn)
@@ -204,11 +205,11 @@ def logcumsumexp(x: Value, dim: int) -> Value:
     wide, axis = running(x.dtype), wrap_dim(dim, x.rank)
 
     if wide is torch.float32 and not build.graph().capabilities.serial_scans:
-        # A function for every element would cost as much as the memory does.
+        # An exact logarithm for every element would cost as much as the memory traffic.
         return build.scan(x.shape, axis, _log_sum(wide), lambda i: (cast(x.load(i), wide), const(1, wide)),
                           dtypes=(x.dtype,),
                           finish=lambda c: (cast(fma(rough_log2(c[1]), const(math.log(2), wide), c[0]), x.dtype),))[0]
-    stored = opmath(x.dtype)  # m is one of the elements, r at least 0: neither loses anything to speak of
+    stored = opmath(x.dtype)  # m is an element and r is at least 0, so neither loses relevant precision
     m, r = build.scan(x.shape, axis, _log_sum_beyond(wide), lambda i: (cast(x.load(i), wide), const(0, wide)),
                       dtypes=(x.dtype, stored))
     return build.pointwise(x.shape, lambda i: cast(m.load(i), stored) + log1p(r.load(i)), x.dtype)

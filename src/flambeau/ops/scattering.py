@@ -1,6 +1,6 @@
 """Writes at computed indices: index_put, index_add, scatter, masked_scatter, put.
 
-Where several writes meet, `set` keeps the last in order of the source, as ATen does on one thread.
+If several writes meet, `set` keeps the last in the order of the source, as ATen does on one thread.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .view import at_least_1d, expand, flat, is_empty, reshape
 aten = torch.ops.aten
 of_family(exact=EVERYWHERE)
 
-FEW = 2  # elements for each that is added: from there on most of them stay as they are
+FEW = 2  # elements per added value: from this ratio on, most elements stay unchanged
 Target = Callable[[tuple[Index, ...]], Sequence[Index]]
 Source = Callable[[tuple[Index, ...]], Expr]
 
 
 def write(x: Value, source: Sequence[Index], target: Target, value: Source, mode: str = "set",
           mask: Source | None = None) -> Value:
-    """x after, for each j of the source in order, element target(j) takes or joins value(j).
+    """x after element target(j), for each j of the source in order, is set to value(j) or combined with it.
 
-    Sums and products of half and bfloat16 are kept in float32 and rounded once, unless so little is added that to widen
-    all the rest would take longer; bools add as `or`.
+    Sums and products of half and bfloat16 accumulate in float32 and are rounded once, unless so few values are added
+    that widening all other elements would take longer. Bools add as `or`.
     """
     if is_empty(source):
         return x
@@ -50,7 +50,7 @@ def write(x: Value, source: Sequence[Index], target: Target, value: Source, mode
 
 
 def adds_little(x: Value, source: Sequence[Index], mode: str) -> bool:
-    """Whether most elements stay as they are, and memory can join the others in their own dtype."""
+    """Whether most elements stay unchanged, and memory can combine the others in their own dtype (atomics)."""
     g = build.graph()
     caps, (added, points) = g.capabilities, (about(product(shape), g.typical, 0) for shape in (source, x.shape))
     joins = not (caps.ordered_scatter or caps.deterministic) and caps.swaps(mode, x.dtype)
@@ -67,12 +67,12 @@ def index_put(x: Value, indices: Sequence[Value | None], values: Value, accumula
     if where_ is None:
         return _masked_put(x, indices, values, accumulate)
     if not _fits(values.shape, where_.shape):
-        return NotImplemented  # eager says so
+        return NotImplemented  # eager raises the error
     return write(x, where_.shape, lambda j: where_.at(j, locate), lambda j: load_at(values, j),
                  "add" if accumulate else "set")
 
 
-# index_put leaves its checks to it.
+# index_put leaves its checks to this operator.
 @lower(aten._index_put_impl, exact=NOWHERE, group="writes by row", checks=True)
 def index_put_impl(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False,
                    unsafe: bool = False) -> Any:
@@ -90,18 +90,18 @@ def unsafe_masked_index_put_accumulate(x: Value, mask: Value, indices: Sequence[
 
 
 def _masked_put(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool) -> Any:
-    """x[:, mask] = values. With a single mask every element can tell for itself what it takes."""
+    """x[:, mask] = values. With a single mask, each element can determine for itself which value it takes."""
     masks = [(d, v) for d, v in enumerate(indices) if v is not None]
-    if len(masks) != 1 or masks[0][1].dtype is not torch.bool:  # of masks of bytes eager says that they are deprecated
+    if len(masks) != 1 or masks[0][1].dtype is not torch.bool:  # for byte masks, eager warns that they are deprecated
         return NotImplemented
     (first, mask), = masks
     last = first + mask.rank
-    # The values are broadcast to (dimensions before, selected, dimensions after).
+    # Values are broadcast to (dimensions before, number selected, dimensions after).
     selected = values.shape[last - x.rank - 1] if values.rank > x.rank - last else ONE
     if not _fits(values.shape, (*x.shape[:first], selected, *x.shape[last:])):
-        return NotImplemented  # eager says so
+        return NotImplemented  # eager raises the error
     if selected is not ONE and is_empty(x.shape):
-        return NotImplemented  # without a point to compute, nobody would see that there are too many or too few
+        return NotImplemented  # without points to compute, a wrong number of values would go unnoticed
     before, total = (None, None) if selected is ONE else chosen_before(mask)
 
     def body(i: tuple[Index, ...]) -> Expr:
@@ -109,7 +109,7 @@ def _masked_put(x: Value, indices: Sequence[Value | None], values: Value, accumu
         chosen = mask.load(at)
         which = ZERO
         if before is not None and total is not None:
-            # A place of no value, by which the error knows how many there should be.
+            # If the number of values is wrong, an invalid position carries the right one to the error message.
             fits = eq(total.load([]), index_value(selected))
             place = where(fits, before.load(at), -1 - total.load([]))
             which = position(place, selected, Fault.VALUES, mask=chosen | ~fits)
@@ -120,7 +120,7 @@ def _masked_put(x: Value, indices: Sequence[Value | None], values: Value, accumu
 
 
 def _fits(values: Shape, shape: Shape) -> bool:
-    """Whether values can be broadcast to a shape; what is not known before the run is noted in the graph."""
+    """Whether values can be broadcast to a shape; unknown sizes are recorded in the graph as conditions."""
     return len(values) <= len(shape) and all(
         n is ONE or build.graph().agree([n], [m]) for n, m in zip(reversed(values), reversed(shape), strict=False))
 
@@ -135,7 +135,7 @@ def _sum(a: Expr, b: Expr) -> Expr:
 
 
 def chosen_before(mask: Value) -> tuple[Value, Value]:
-    """For each element that the mask chooses, how many it chose before, in row-major order; and how many in all."""
+    """For each selected element, how many are selected before it in row-major order; and how many in total."""
     line = flat(mask)
     seen, = build.scan(line.shape, 0, build.simple_combine("sum", torch.int64),
                        lambda i: cast(cast(line.load(i), torch.bool), torch.int64))
@@ -145,7 +145,7 @@ def chosen_before(mask: Value) -> tuple[Value, Value]:
 
 @lower(aten.masked_scatter, strides="contiguous")
 def masked_scatter(x: Value, mask: Value, source: Value) -> Value:
-    """Elements that the mask chooses take those of the source, one after another."""
+    """Selected elements take those of the source in order."""
     shape = broadcast_shapes(x.shape, mask.shape)
     mask, line = expand(mask, shape), flat(source)
     before, _ = chosen_before(mask)
@@ -160,7 +160,7 @@ def masked_scatter(x: Value, mask: Value, source: Value) -> Value:
 
 @lower(aten.masked_scatter_backward)
 def masked_scatter_backward(grad: Value, mask: Value, sizes: Sequence[IndexLike]) -> Value:
-    """The chosen gradients packed together, then zeros."""
+    """The gradients of the selected elements packed together, followed by zeros."""
     count = product(sizes)
     mask = expand(mask, grad.shape)
     before, _ = chosen_before(mask)
@@ -174,7 +174,7 @@ def masked_scatter_backward(grad: Value, mask: Value, sizes: Sequence[IndexLike]
 
 
 def _slices(x: Value, dim: int, index: Value, fault: Fault) -> tuple[Value, Shape, Target]:
-    """x (not a scalar), the shape of what is written to x[:, index], and where each element of it goes."""
+    """x (at least 1-dim), the shape of what is written to x[:, index], and where each element of that goes."""
     whole, places = at_least_1d(x), flat(index)
     d = wrap_dim(dim, whole.rank)
     shape = (*whole.shape[:d], places.shape[0], *whole.shape[d + 1:])
@@ -184,7 +184,7 @@ def _slices(x: Value, dim: int, index: Value, fault: Fault) -> tuple[Value, Shap
 
 @lower(aten.index_add, exact=NOWHERE, group="writes by row")
 def index_add(x: Value, dim: int, index: Value, source: Value, *, alpha: Any = 1) -> Value:
-    # Eager leaves rows and columns to scatter_add, in whose words it is said then.
+    # Eager passes rows and columns to scatter_add, whose error message then appears.
     scatters = x.rank > 1 and wrap_dim(dim, x.rank) in (0, x.rank - 1) and index.dtype is torch.int64 and (
         not isinstance(alpha, Value) and alpha == 1)
     whole, shape, target = _slices(x, dim, index, Fault.ELEMENT if scatters else Fault.SELECTED)
@@ -222,9 +222,9 @@ def index_reduce(x: Value, dim: int, index: Value, source: Value, reduce: str, *
 
 
 def _elements(x: Value, dim: int, index: Value) -> tuple[Value, Shape, Target]:
-    """x (not a scalar), the shape of the index, and where each element of it points.
+    """x (with at least one dimension), the shape of the index, and where each element of the index points.
 
-    An empty index may have any rank: `write` does not look at it then.
+    An empty index may have any rank, because `write` then does not evaluate it.
     """
     whole, places = at_least_1d(x), at_least_1d(index)
     d = wrap_dim(dim, whole.rank)
@@ -233,7 +233,7 @@ def _elements(x: Value, dim: int, index: Value) -> tuple[Value, Shape, Target]:
 
 
 def _source(src: Any, dtype: DType) -> Source:
-    """What an element of the index writes: the element of src at the same place, or the one number."""
+    """The value that an element of the index writes: the element of src at the same place, or a single number."""
     part = at_least_1d(src) if isinstance(src, Value) else src
     return lambda j: part.load(j) if isinstance(part, Value) else scalar_at(part, (), dtype, dtype)
 
@@ -259,7 +259,7 @@ def scatter_reduce(x: Value, dim: int, index: Value, src: Value, reduce: str, *,
 
 @lower(aten.put, exact=NOWHERE, strides="preserved")
 def put(x: Value, index: Value, source: Value, accumulate: bool = False) -> Value:
-    """Elements of x by their row-major number."""
+    """Write to elements of x by their row-major position."""
     line, places, values = flat(x), flat(index), flat(source)
     out = write(line, places.shape, lambda j: [position(places.load(j), line.shape[0], Fault.TAKEN)],
                 lambda j: values.load(j), "add" if accumulate else "set")
@@ -273,7 +273,7 @@ _MODES = {"sum": "add", "mean": "add", "prod": "mul", "amax": "max", "amin": "mi
 
 def write_reduced(x: Value, source: Shape, target: Target, value: Source, reduce: str, include_self: bool
                   ) -> Value:
-    """What is written to an element of x is reduced there, with its old value only if include_self."""
+    """Reduce all values written to each element of x, including its old value only if include_self."""
     if is_empty(source):
         return x
     mode = _MODES[reduce]
@@ -296,9 +296,9 @@ def write_reduced(x: Value, source: Shape, target: Target, value: Source, reduce
 
 @lower(aten.repeat_interleave.Tensor)
 def repeat_interleave(repeats: Value, output_size: IndexLike | None = None) -> Any:
-    """0 repeats[0] times, 1 repeats[1] times, and so on."""
+    """The number 0 repeats[0] times, 1 repeats[1] times, and so on."""
     if output_size is None or is_empty((as_index(output_size),)) or is_empty(repeats.shape):
-        return NotImplemented  # without a point to compute, nobody would see that the size is wrong
+        return NotImplemented  # without points to compute, a wrong size would go unnoticed
     add = build.simple_combine("sum", torch.int64)
     ends, = build.scan(repeats.shape, 0, add, lambda i: cast(repeats.load(i), torch.int64))
 
@@ -310,7 +310,7 @@ def repeat_interleave(repeats: Value, output_size: IndexLike | None = None) -> A
         total = ends.load([repeats.shape[0] - 1])
         return require(const(1, torch.int64), eq(total, index_value(size)), Fault.REPEATED_SIZE)
 
-    # Each number steps up by one where its run starts; runs of length zero step together.
+    # The result increases by one where each number's run starts; at runs of length zero, several steps coincide.
     size = as_index(output_size)
     steps = build.scatter((size,), lambda i: const(0, torch.int64), repeats.shape,
                           lambda j: [position(start(j), size, Fault.SELECTED, mask=start(j) < index_value(size))],

@@ -19,7 +19,7 @@ from flambeau.ops.plane import Place, nearest, together, within
 
 
 def table(size: Index, body: Callable[[Index], Expr]) -> Callable[[Index], Expr]:
-    """A value for each position of a dimension, computed once."""
+    """A function of a dimension's position that is computed once and stored in a table."""
     t = build.pointwise((size,), lambda i: body(i[0]))
     return lambda o: t.load((o,))
 
@@ -31,7 +31,7 @@ def position_table(size: Index, source: Index, body: Callable[[Index], Expr]) ->
 
 
 def tabled(size: Index, source: Index, fn: Callable[[Index], Index]) -> Callable[[Index], Index]:
-    """A position for each element of a dimension: what takes more than a multiplication is found once, in a table."""
+    """A position for each element of a dimension, stored in a table if it takes more than a multiplication."""
     here, = as_indices(dim_vars((size,)))
     if all(isinstance(a, Sym) or (isinstance(a, Op) and (splits(a, size) or is_free(a))) for a in fn(here).atoms()):
         return fn
@@ -40,28 +40,28 @@ def tabled(size: Index, source: Index, fn: Callable[[Index], Index]) -> Callable
 
 
 def splits(a: Op, size: Index) -> bool:
-    """A smaller or larger one, or a division that falls away when the dimension is cut into parts of equal length."""
+    """A min or max, or a division that vanishes when the dimension is split into parts of equal length."""
     if a.kind in ("min", "max"):
         return True
     return a.b.is_const and size.is_const and int(size) % int(a.b) == 0 and isinstance((a.a - a.a.const).atom(), Sym)
 
 
 def is_free(a: Op) -> bool:
-    """A division that takes no time beside a read, and is computed in 32 bits."""
+    """Whether a division takes no time beside a load, and can be computed in 32 bits."""
     if not build.graph().capabilities.waits_for_memory or not a.b.is_const:
         return False
     return not a.a.can_leave(1 << 31) or isinstance((a.a - a.a.const).atom(), Sym)
 
 
-TAPS = 16  # reads of one point that take less time than to keep what some of them come to
-LONG = 32  # elements of a sum that is worth a reduction: lanes of their own, joined at the end
+TAPS = 16  # loads of one point that are cheaper than storing partial sums
+LONG = 32  # elements from which on a sum is a reduction with several lanes
 
 Span = Callable[[Index], tuple[Index, Index, int | None]]
 
 
 @dataclass(frozen=True)
 class Column:
-    """For every element of a dimension, which elements of another add up to it, and with what weights.
+    """For every element of a dimension, the elements of another that are summed for it, and their weights.
 
     first(i), count and weights[i, k]: the sum over k < count of weights[i, k] * x[first(i) + k]. Or, where the sizes
     are not known: the sum over j in span(i) of weight(j, i) * x[j].
@@ -81,12 +81,12 @@ def column(size: Index, source: Index, span: Span, weight: Callable[[Index, Inde
     _, _, most = span(here)
 
     def low_of(i: Index) -> Index:
-        return minimum(span(i)[0], source - 1)  # of an empty span it may be the end
+        return minimum(span(i)[0], source - 1)  # an empty span may start at the end
 
     if most is None:
         return Column(size, span, weight, dtype, None, low_of, None)
     first = tabled(size, source, low_of)
-    if most > LONG:  # along a row, as its elements are
+    if most > LONG:  # stored along rows, as the reduced elements are
         weights = build.pointwise((size, as_index(most)), lambda i: weight(low_of(i[0]) + i[1], i[0]))
     else:
         table_ = build.pointwise((as_index(most), size), lambda i: weight(low_of(i[1]) + i[0], i[1]))
@@ -99,7 +99,7 @@ def gather_along(x: Value, dim: int, c: Column) -> Value:
 
     def share(i: Place, j: Index, w: Expr, there: Expr | None = None) -> Expr:
         value = cast(x.load((*i[:dim], j, *i[dim + 1:])), c.dtype)
-        # A zero weight is no contact: what is infinite beyond reach stays out.
+        # A zero weight means no contact, so that infinities out of reach do not contribute.
         return where(ne(w, 0) if there is None else there & ne(w, 0), value * w, 0)
 
     def term(i: Place, k: Index) -> Expr:
@@ -123,7 +123,7 @@ def gather_along(x: Value, dim: int, c: Column) -> Value:
 
 
 def gather_all(x: Value, columns: dict[int, Column]) -> Value:
-    """Along several dimensions. The last is the one that is not read in order: it comes where the data is least."""
+    """Gather along several dimensions. The last dimension is not read in order, so it is done with the least data."""
     grows = any(c.size.is_const and x.shape[dim].is_const and int(c.size) > int(x.shape[dim])
                 for dim, c in columns.items())
     for dim in sorted(columns, reverse=grows):
@@ -131,45 +131,45 @@ def gather_all(x: Value, columns: dict[int, Column]) -> Value:
     return x
 
 
-# ---- shares: element o of m has the part of n elements that it overlaps -------------------------------------
+# ---- shares: element o of m covers the part of n elements that it overlaps ----------------------------------
 
 Several = Sequence[Expr]
 
 
 def share_of(o: Index, n: Index, m: Index) -> tuple[Index, Index]:
-    """The part of n cells that cell o of m overlaps, ends rounded outwards.
+    """The range of the n cells that cell o of m overlaps, with ends rounded outwards.
 
-    Which cells of m hold cell x of n is the same question with the roles changed: share_of(x, m, n)."""
+    Conversely, the cells of m that contain cell x of n are share_of(x, m, n)."""
     return (o * n) // m, ceildiv((o + 1) * n, m)
 
 
 def share_lengths(source: Index, size: Index) -> tuple[int, int]:
-    """The least and the most elements that a share has; about, where sizes are known at the run alone."""
+    """The smallest and largest number of elements in a share; approximate if sizes are only known at run time."""
     n, m = (max(1, about(each, build.graph().typical, 1)) for each in (source, size))
     return -(-n // m), -((math.gcd(n, m) - n - m) // m)  # shares begin at multiples of gcd / m of an element
 
 
 def share_length(source: Index, size: Index, dtype: DType) -> Callable[[Index], Expr]:
-    """How many elements the share of a place has: a table, where that takes divisions."""
+    """The number of elements in the share of a place, from a table if it takes divisions."""
     def length(o: Index) -> Index:
         start, end = share_of(o, source, size)
         return end - start
 
     here, = as_indices(dim_vars((size,)))
-    free = build.graph().capabilities.waits_for_memory  # divisions take no time beside a read
+    free = build.graph().capabilities.waits_for_memory  # divisions are free beside loads
     if length(here).is_const or free or not (source.is_const and size.is_const):
         return lambda o: index_value(length(o), dtype)
     return table(size, lambda o: index_value(length(o), dtype))
 
 
 def are_long(source: Index, size: Index) -> bool:
-    """Whether shares are reduced in lanes, and not from their first element to the last."""
+    """Whether shares are reduced in several lanes, and not sequentially."""
     return source.is_const and size.is_const and share_lengths(source, size)[0] > LONG
 
 
 def few_taps(sizes: Sequence[tuple[Index, Index]]) -> bool:
-    """Whether all that shares of several dimensions (each a source and a size) have in common is read at once, since
-    that takes less time than to keep what one dimension comes to."""
+    """Whether all elements in the shares of several dimensions (each a source and a size) are read at once, because
+    that is faster than storing the sums along one dimension."""
     known = all(n.is_const and m.is_const for n, m in sizes)
     return build.graph().capabilities.waits_for_memory and known and \
         math.prod(share_lengths(n, m)[1] for n, m in sizes) <= TAPS
@@ -177,8 +177,8 @@ def few_taps(sizes: Sequence[tuple[Index, Index]]) -> bool:
 
 def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[Place], Several], combine: Combine,
                  kept: bool = True) -> Callable[[Place], Several]:
-    """What `read` gives, over `shape`, combined over each share of one dimension, which becomes `size` long; kept in
-    memory, or computed where it is asked for."""
+    """Combine the values of `read`, over `shape`, in each share of one dimension, which becomes `size` long. The result
+    is stored in memory, or computed where it is used (`kept=False`)."""
     source, dtypes = shape[dim], combine.dtypes
     shape = (*shape[:dim], size, *shape[dim + 1:])
 
@@ -201,7 +201,7 @@ def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[
     start = tabled(size, source, lambda o: share_of(o, source, size)[0])
     length = share_length(source, size, torch.int32)
 
-    # All shares have the first `least` elements; what some have beyond is added at the end.
+    # All shares have at least `least` elements; the additional ones of some are added at the end.
     def rest(i: Place, have: Several) -> Several:
         for k in range(least, most):
             more = step(have, element(i, nearest(start(i[dim]) + k, source)))

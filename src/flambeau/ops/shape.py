@@ -27,18 +27,18 @@ of_family(exact=EVERYWHERE)
 # ---- joining -----------------------------------------------------------------------------------------
 
 
-MANY = 64  # tensors: a kernel takes so many pointers and no more, and asks at each point whose it is
+MANY = 64  # tensors: a kernel takes at most this many pointers, and checks at each point which tensor it is in
 
 
 @lower(aten.cat.default)
 def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
     dtype = promote(operand(x) for x in tensors)
-    # An empty vector joins with anything, as it always has.
+    # An empty vector can be joined with anything, for historical reasons.
     real = [x for x in tensors if x.shape != (ZERO,)] or tensors[:1]
     d = wrap_dim(dim, real[0].rank)
     if len(real) > MANY:
         if not build.graph().capabilities.contracts:
-            return NotImplemented  # ATen reads each once, whatever their number
+            return NotImplemented  # ATen reads each tensor once, whatever their number
         return cat([cat(real[k : k + MANY], d) for k in range(0, len(real), MANY)], d)
     ends = list(itertools.accumulate((x.shape[d] for x in real), initial=ZERO))
 
@@ -47,7 +47,7 @@ def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
         for x, start, end in reversed(list(zip(real, ends, ends[1:]))):
             here = within(i[d], start, end)
             part = cast(x.load((*i[:d], i[d] - start, *i[d + 1:]), here), dtype)
-            # Parts are tried in order, so the last needs no condition of its own.
+            # Parts are tried in order, so the last one needs no condition.
             out = part if out is None else where(within(i[d], 0, end), part, out)
         assert out is not None
         return out
@@ -57,8 +57,8 @@ def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
 
 # ---- padding -----------------------------------------------------------------------------------------
 #
-# `pad` counts from the last dimension: (before, after) of the last, of the one before it, and so on.
-# A negative pad cuts.
+# `pad` starts with the last dimension: (before, after) of the last one, then of the one before it, and so on. A
+# negative pad crops.
 
 
 def _pads(pad: Sequence[IndexLike], rank: int) -> list[tuple[Index, Index]]:
@@ -90,13 +90,13 @@ def _magnitude(i: Index) -> Index:
 
 
 def _pad_from_edge(x: Value, padding: Sequence[IndexLike], edge: Callable[[Index, Index], Index]) -> Value:
-    """Point k beyond the edge of a dimension of n points is point edge(k, n)."""
+    """Padding in which point k beyond the edge of a dimension of n points is point edge(k, n)."""
     pads = _pads(padding, x.rank)
 
     def body(i: tuple[Index, ...]) -> Expr:
         plain = [k - before for k, (before, _) in zip(i, pads)]
         at = [k if pad == (ZERO, ZERO) else edge(k, n) for k, n, pad in zip(plain, x.shape, pads)]
-        # Along the last dimension, neighbours inside are read as neighbours.
+        # Along the last dimension, adjacent inner points are read as adjacent.
         inside = within(plain[-1], 0, x.shape[-1])
         return where(inside, x.load((*at[:-1], plain[-1]), inside), x.load(at, ~inside))
 
@@ -105,7 +105,7 @@ def _pad_from_edge(x: Value, padding: Sequence[IndexLike], edge: Callable[[Index
 
 @lower(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)
 def reflection_pad(x: Value, padding: Sequence[IndexLike]) -> Value:
-    # Folded at zero, then at the last point.
+    # The index is reflected at zero, then at the last point.
     return _pad_from_edge(x, padding, lambda k, n: n - 1 - _magnitude(n - 1 - _magnitude(k)))
 
 
@@ -116,7 +116,7 @@ def replication_pad(x: Value, padding: Sequence[IndexLike]) -> Value:
 
 @lower(aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward, exact=NOWHERE)
 def reflection_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]) -> Value:
-    """Each point was read as itself, as its image at the near edge and as its image at the far edge."""
+    """Each point was read as itself, and as its reflections at the near and far edges."""
     pads, dtype = _pads(padding, x.rank), opmath(grad.dtype)
     nowhere = const(False, torch.bool)
 
@@ -143,16 +143,16 @@ def reflection_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike])
 
 @lower(aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward, exact=NOWHERE)
 def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]) -> Value:
-    """An inner point was read once, an edge point by all the padding beyond it as well."""
+    """An inner point was read once, an edge point also by all padding beyond it."""
     pads, dtype = _pads(padding, x.rank), opmath(grad.dtype)
     spread = [d for d, (before, after) in enumerate(pads) if before is not ZERO or after is not ZERO]
     if not spread:
         return grad
 
     def readers(d: int, k: Index) -> tuple[Index, Index]:
-        """The first, and how many there are."""
+        """The first point that reads k, and the number of such points."""
         before, after = pads[d]
-        inner_left = minimum(k, 1)  # 0 at the edge, else 1
+        inner_left = minimum(k, 1)  # 0 at the edge, otherwise 1
         inner_right = minimum(maximum(x.shape[d] - 1 - k, 0), 1)
         return k + before * inner_left, before * (1 - inner_left) + 1 + after * (1 - inner_right)
 
@@ -163,7 +163,7 @@ def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]
             at, inside = list(i), const(True, torch.bool)
             for d, (first, _), k in zip(spread, runs, step):
                 at[d] = first + k
-                inside = inside & within(at[d], 0, grad.shape[d])  # a negative pad cuts readers off
+                inside = inside & within(at[d], 0, grad.shape[d])  # a negative pad removes readers
             return where(inside, cast(grad.load(at, inside), dtype), const(0, dtype))
 
         return sum_over([(0, count) for _, count in runs], dtype, share)
@@ -171,7 +171,7 @@ def replication_pad_backward(grad: Value, x: Value, padding: Sequence[IndexLike]
     return build.pointwise(x.shape, body, grad.dtype)
 
 
-# ---- rearranging: these are views, though PyTorch copies ---------------------------------------------
+# ---- rearranging: index changes here, though PyTorch copies ------------------------------------------
 
 
 @lower(aten.flip, strides="preserved")
@@ -201,7 +201,7 @@ def roll(x: Value, shifts: Any, dims: Any = ()) -> Value:
             total[d] = total.get(d, ZERO) + shift
 
     def read(i: tuple[Index, ...], left: Sequence[int], mask: Expr) -> Expr:
-        """Along each dimension two runs of neighbours, rather than a remainder at each point."""
+        """Along each dimension, read two contiguous runs instead of computing a remainder at each point."""
         if not left:
             return x.load(i, mask)
         d, n = left[0], x.shape[left[0]]
@@ -250,7 +250,7 @@ def masked_fill(x: Value, mask: Value, value: Any) -> Value:
 
 def _patch_counts(size: Sequence[IndexLike], kernel: Sequence[int], dilation: Sequence[int],
                   padding: Sequence[int], stride: Sequence[int]) -> list[Index]:
-    """How many positions the kernel takes along each dimension."""
+    """The number of positions of the kernel along each dimension."""
     return [(as_index(n) + 2 * p - d * (k - 1) - 1) // s + 1
             for n, k, d, p, s in zip(size, kernel, dilation, padding, stride)]
 
@@ -258,7 +258,7 @@ def _patch_counts(size: Sequence[IndexLike], kernel: Sequence[int], dilation: Se
 @lower(aten.im2col, strides="contiguous")
 def im2col(x: Value, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int],
            stride: Sequence[int]) -> Value:
-    """(n, c, h, w) to (n, c·kh·kw, positions); a point beyond the edge is zero."""
+    """(n, c, h, w) to (n, c·kh·kw, positions); points beyond the edge are zero."""
     *lead, c, h, w = x.shape
     counts = _patch_counts((h, w), kernel, dilation, padding, stride)
     rows, columns = (c, *map(as_index, kernel)), tuple(counts)
@@ -276,7 +276,7 @@ def im2col(x: Value, kernel: Sequence[int], dilation: Sequence[int], padding: Se
 @lower(aten.col2im, exact=NOWHERE)
 def col2im(x: Value, size: Sequence[IndexLike], kernel: Sequence[int], dilation: Sequence[int],
            padding: Sequence[int], stride: Sequence[int]) -> Value:
-    """(n, c·kh·kw, positions) to (n, c, h, w): each point sums the patches that hold it."""
+    """(n, c·kh·kw, positions) to (n, c, h, w): each point sums all patches that contain it."""
     *lead, rows, _ = x.shape
     counts = _patch_counts(size, kernel, dilation, padding, stride)
     channels = rows // (kernel[0] * kernel[1])
@@ -302,7 +302,7 @@ describe(aten.reflection_pad3d.default, aten.replication_pad3d.default, strides=
 
 
 def channel_shuffle(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Eager's kernel makes new memory, where torch's decomposition may end in a view; what is empty stays as it is."""
+    """Copy to new memory as eager's kernel does, as torch's decomposition may end in a view; empty inputs unchanged."""
     if x.numel() == 0:
         return aten.alias(x)
     n, channels, *rest = x.shape

@@ -23,7 +23,7 @@ of_family(fuses=True)
 
 
 def _exponentials(x: Value, dim: int) -> tuple[Value, Value, Value]:
-    """Per row the largest element m and the sum of exp(x - m), and the exponentials themselves."""
+    """For each row the largest element m and the sum of exp(x - m); and the exponentials themselves."""
     wide = opmath(x.dtype)
     axes = wrap_dims(dim, x.rank)
     m = accumulate("max", x.shape, axes, wide, lambda i: cast(x.load(i), wide))
@@ -41,7 +41,7 @@ def softmax(x: Value, dim: int, half_to_float: bool) -> Value:
 
 @lower(aten._safe_softmax)
 def safe_softmax(x: Value, dim: int, dtype: DType | None = None) -> Value:
-    """Softmax in which a row that is masked out altogether (all -inf) is zero instead of NaN."""
+    """Softmax in which a fully masked row (all -inf) is zero instead of NaN."""
     axes = wrap_dims(dim, x.rank)
     m, total, e = _exponentials(x, dim)
 
@@ -69,7 +69,7 @@ def softmax_backward(grad: Value, y: Value, dim: int, input_dtype: DType) -> Val
 
 
 def _from_statistics(call: Callable[..., Any], x: Any, dim: int, half_to_float: bool) -> Any:
-    """A gradient needs the result, which is a map of x and of two numbers for each row: x itself is often kept anyway,
+    """Recompute the result, which its gradient needs, from x and two numbers per row: x itself is often saved anyway,
     or in fewer bits."""
     narrow, dtype = x.meta["val"].dtype, torch.float32 if half_to_float else x.meta["val"].dtype
     x = x if narrow is opmath(narrow) else call(aten._to_copy.default, x, dtype=opmath(narrow))

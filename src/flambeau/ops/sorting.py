@@ -1,6 +1,6 @@
 """Sorts, selection by order (topk, kthvalue, medians, mode), and searches in sorted data.
 
-Where a machine has no sort of its own (`Capabilities.sorts`), they are made of the other nodes: ir/sort.py.
+If a machine has no sort of its own (`Capabilities.sorts`), sorts are composed of other nodes: ir/sort.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from flambeau.ops.registry import lower, operand, scalar_at, wrap_dim
 from flambeau.ops.view import at_least_1d, flat, reshape
 
 aten = torch.ops.aten
-# But where eager's kernel finds, among equal elements, the one that its own algorithm comes to.
+# Exceptions are marked: there, eager's algorithm decides which of several equal elements it finds.
 of_family(exact=EVERYWHERE)
 Lowering = Callable[..., Any]
 
 
 def sorting(*ops: Any, **facts: Any) -> Callable[[Lowering], Lowering]:
-    """`@lower` for functions of a tensor, an axis of it and more, where sorts are kernels. A number is a row of one."""
+    """`@lower` for functions of a tensor, an axis and more arguments, if sorts are kernels. Scalars are rows of one."""
 
     def register(fn: Lowering) -> Lowering:
         @lower(*ops, needs="sorts", **facts)
@@ -47,13 +47,13 @@ def sorting(*ops: Any, **facts: Any) -> Callable[[Lowering], Lowering]:
 
 
 def row_of(x: Value, dim: int) -> tuple[Value, int, Index]:
-    """With at least one dimension; the axis, and its length."""
+    """x with at least one dimension; the axis, and its length."""
     x, axis = at_least_1d(x), wrap_dim(dim, x.rank)
     return x, axis, x.shape[axis]
 
 
 def is_something(n: Index) -> bool:
-    """Whether a row certainly has an element."""
+    """Whether a row has at least one element for certain."""
     return (n.bounds()[0] or 0) > 0
 
 
@@ -79,7 +79,7 @@ def argsort(x: Value, *, stable: bool, dim: int = -1, descending: bool = False) 
 
 @sorting(aten.topk.default, exact=NOWHERE)
 def topk(x: Value, k: IndexLike, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """On ties the first ones; sorted in any case."""
+    """The k largest or smallest; on ties the first ones, and always sorted."""
     if is_bool(x.dtype):
         return NotImplemented
     row, axis, _ = row_of(x, dim)
@@ -92,7 +92,7 @@ def topk(x: Value, k: IndexLike, dim: int = -1, largest: bool = True, sorted: bo
 
 
 def chosen(x: Value, dim: int, keepdim: bool, place: Callable[[Value, int, tuple[Index, ...]], Expr]) -> Any:
-    """Of each row, sorted, the element at place(sorted, axis, point of the result, zero along the axis)."""
+    """In each sorted row, the element at place(sorted, axis, point of the result, with zero along the axis)."""
     row, axis, n = row_of(x, dim)
     if not is_something(n):
         return NotImplemented
@@ -118,7 +118,7 @@ def kthvalue(x: Value, k: IndexLike, dim: int = -1, keepdim: bool = False) -> An
 
 
 def middle(ignores_nan: bool) -> Callable[[Value, int, tuple[Index, ...]], Expr]:
-    """The lower of two. NaNs come last in the order: the first of them is the median, or none of them counts."""
+    """The place of the lower median. NaNs sort last: the first of them is the median, unless they are ignored."""
 
     def place(values: Value, axis: int, i: tuple[Index, ...]) -> Expr:
         n = values.shape[axis]
@@ -156,7 +156,7 @@ for _ignores, _op in ((False, aten.median), (True, aten.nanmedian)):
 
 @sorting(aten.mode.default, exact=NOWHERE)
 def mode(x: Value, dim: int = -1, keepdim: bool = False) -> Any:
-    """The smallest of the values that are there most often, and where the last of it is. A NaN equals nothing."""
+    """The smallest of the most frequent values, and the index of its last occurrence. A NaN equals nothing."""
 
     def place(values: Value, axis: int, i: tuple[Index, ...]) -> Expr:
         kind = narrow(values.shape[axis])
@@ -180,7 +180,7 @@ def mode(x: Value, dim: int = -1, keepdim: bool = False) -> Any:
 @lower(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
 def searchsorted(row: Value, x: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None,
                  sorter: Value | None = None) -> Any:
-    """How many elements of a sorted row come before x: those that are less, or not greater (`right`)."""
+    """The number of elements of a sorted row that come before x: those less than x, or not greater (`right`)."""
     n, shape = row.shape[-1], x.shape if isinstance(x, Value) else ()
     dtype, place = promote((operand(row), operand(x))), narrow(row.shape[-1] + 1)
     if is_bool(dtype):

@@ -1,8 +1,8 @@
 """Upsampling: nearest, linear and cubic, one dimension at a time. Gradients are gathers.
 
-A resize is a matrix for each dimension, with a few taps in a row. The taps are tables as long as the dimension,
-computed once; what runs over the image are products of table and neighbours. The gradient reads columns of the same
-matrix: each input position gathers from the outputs that touch it, so that nothing is scattered.
+A resize is a matrix for each dimension, with a few adjacent taps per row. The taps are stored in tables as long as the
+dimension, computed once; the loops over the image multiply table entries and neighbours. The gradient reads the columns
+of the same matrix: each input position gathers from the outputs that read it, so nothing is scattered.
 """
 
 from __future__ import annotations
@@ -38,26 +38,25 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension resized from n to m. `factor` is the scale the user gave; it goes before n / m."""
+    """One dimension resized from n to m. `factor` is the scale that the user gave; it takes precedence over n / m."""
 
     n: Index
     m: Index
     factor: float | None
     align: bool
-    dtype: DType  # positions and weights are computed in it
+    dtype: DType  # of positions and weights
 
-    # An output touches input y if its source position lies in [y - before, y + after); in halves, to stay
-    # with integers.
+    # An output reads input y if its source position is in [y - before, y + after); in halves, to stay with integers.
     before = after = 0
 
     @property
     def slack(self) -> int:
-        """More outputs to look at on either side, where rounding decides who touches whom."""
+        """Extra outputs to check on either side, if rounding may change which input an output reads."""
         return 0
 
     @property
     def shift(self) -> int:
-        """The source position of output o is scale * (o + shift/2) - back/2."""
+        """The offset of sources in half outputs: the source of output o is scale * (o + shift/2) - back/2."""
         return 0
 
     @property
@@ -70,7 +69,7 @@ class Axis:
 
     @property
     def scale(self) -> Expr:
-        """Input positions per output position."""
+        """The number of input positions per output position."""
         if self.given:
             assert self.factor is not None
             return const(1.0 / self.factor, self.dtype)
@@ -82,7 +81,7 @@ class Axis:
 
     @property
     def ratio(self) -> tuple[Index, Index] | None:
-        """The scale as a fraction of integers, where it is one."""
+        """The scale as a fraction of integers; None if it is not one."""
         if self.align:
             return self.n - 1, self.m - 1
         if not self.given:
@@ -98,7 +97,7 @@ class Axis:
         return index_value(self.n - 1, self.dtype)
 
     def stays(self) -> bool:
-        """Nothing is resized."""
+        """Whether the size stays unchanged."""
         return self.n is self.m and self.ratio is not None
 
     @property
@@ -117,7 +116,7 @@ class Axis:
         return column(self.m, self.n, span, lambda y, o: self.weight(o, y), self.dtype)
 
     def outputs(self) -> Column:
-        """For every input, the outputs that it is in."""
+        """For every input, the outputs that read it, and their weights."""
         return column(self.n, self.m, self.reach, self.weight, self.dtype)
 
     def taps(self, o: Index) -> list[tuple[Expr, Expr]]:
@@ -125,11 +124,11 @@ class Axis:
         raise NotImplementedError
 
     def weight(self, o: Index, y: Index) -> Expr:
-        """How much of input y is in output o."""
+        """The weight of input y in output o."""
         raise NotImplementedError
 
     def reach(self, y: Index) -> tuple[Index, Index, int | None]:
-        """The outputs [low, high) that may touch input y, and, if it is known, the most there are for any y."""
+        """The outputs [low, high) that may read input y, and the largest such count over all y, if known."""
         if self.n is as_index(1) or self.m is as_index(1):
             return as_index(0), self.m, int(self.m) if self.m.is_const else None
         ratio = self.ratio
@@ -149,7 +148,7 @@ class Axis:
 
     @property
     def most(self) -> int | None:
-        """The most outputs that may touch one input, where the sizes are known."""
+        """The largest number of outputs that may read one input; None if sizes are unknown."""
         if not (self.n.is_const and self.m.is_const):
             return None
         low, high = self.spans(self.slack)
@@ -182,7 +181,7 @@ class Axis:
 
         m = index_value(self.m)
         top = self.m.bounds()[1]
-        # A given factor that is too small for the sizes lets the last input take all that lies beyond it.
+        # If the given factor is too small for the sizes, the last input is read by all outputs beyond it.
         high = where(eq(index_value(y), index_value(self.n - 1)), m,
                      clamp(first(self.after) + self.slack, 0, m))
         low = clamp(first(-self.before) - self.slack, 0, m)
@@ -194,7 +193,7 @@ class Nearest(Axis):
 
     @property
     def exact(self) -> bool:
-        """Whole multiples for which no rounding can change the source: then it is integer arithmetic."""
+        """Whether the ratio is integral and rounding cannot change the source, so that integer arithmetic is used."""
         if self.ratio is None or not (self.n.is_const and self.m.is_const):
             return False
         n, m = int(self.n), int(self.m)
@@ -205,14 +204,14 @@ class Nearest(Axis):
         return 0 if self.exact or rounds_well(self) else 1
 
     def safe(self, k: int) -> bool:
-        """Whether o * (1/k) cannot fall below a whole number when rounded: 1/k is exact."""
+        """Whether rounding o * (1/k) cannot go below an integer, because 1/k is exact."""
         return k & (k - 1) == 0
 
     def position(self, o: Index) -> Expr:
         return index_value(o, self.dtype) * self.scale
 
     def positions(self, o: Tensor, scale: float) -> Tensor:
-        """The same for all outputs."""
+        """The positions of all outputs."""
         return o * scale
 
     def source(self, o: Index) -> Expr:
@@ -227,12 +226,12 @@ class Nearest(Axis):
         return cast(eq(self.source(o), index_value(y)), self.dtype)
 
     def outputs(self) -> Column:
-        """Where sizes are known at the run alone, a table of their first ones: to ask each whose it is takes longer."""
+        """For sizes known only at run time, use a table of first outputs: checking each source takes longer."""
         if self.most is not None or self.ratio is None or build.graph().capabilities.waits_for_memory:
             return super().outputs()
 
         def first(y: Index) -> Expr:
-            """Off by the slack at most before it is looked at; there is none beyond the last output."""
+            """The first output whose source is y or later: an estimate, off by at most the slack, is corrected."""
             at, total = self.reach(y)[0], index_value(self.reach(y)[0])
             for k in range(2 * self.slack):
                 total = total + cast(self.source(at + k) < index_value(y), torch.int64)
@@ -251,7 +250,7 @@ class NearestExact(Nearest):
         return 1
 
     def safe(self, k: int) -> bool:
-        """Centres of an even number of cells stay half a cell away from whole numbers."""
+        """Whether k is even: centres then stay half a cell away from integers."""
         return k % 2 == 0
 
     def position(self, o: Index) -> Expr:
@@ -263,7 +262,7 @@ class NearestExact(Nearest):
 
 @functools.cache
 def rounds_well(axis: Nearest) -> bool:
-    """Whether each output's source, as it is rounded, is the input that is said to reach it."""
+    """Whether the rounded source of each output is the input that exact arithmetic says reaches it."""
     scale = axis.scale
     if scale.op != "const" or not (axis.n.is_const and axis.m.is_const):
         return False
@@ -279,7 +278,7 @@ class Linear(Axis):
 
     @property
     def copies(self) -> bool:
-        """ATen copies where the size stays, whatever the scale."""
+        """Whether ATen copies: if the size is unchanged, whatever the scale."""
         return self.n is self.m
 
     @property
@@ -344,8 +343,8 @@ def at_nearest(x: Value, axes: Sequence[Nearest]) -> Value:
 
 
 def blend(x: Value, axes: Sequence[Axis]) -> Value:
-    """The last dimension first, as ATen adds up."""
-    if build.graph().capabilities.waits_for_memory:  # what lies between two dimensions would go through it
+    """Interpolate the last dimension first, in ATen's order of additions."""
+    if build.graph().capabilities.waits_for_memory:  # avoids storing the result between two dimensions
         return blend_at_once(x, axes)
     out = x
     known: dict[Axis, tuple[Value, Value]] = {}
@@ -361,7 +360,7 @@ def blend_at_once(x: Value, axes: Sequence[Axis]) -> Value:
     first = x.rank - len(axes)
 
     def along(i: Place, dim: int, at: Place) -> Expr:
-        """The sum over the taps of this dimension and those behind it."""
+        """The sum over the taps of this dimension and all later ones."""
         if dim == x.rank:
             return cast(x.load(at), axes[0].dtype)
         axis = axes[dim - first]
@@ -399,7 +398,7 @@ def blend_along(x: Value, dim: int, axis: Axis, positions: Value, weights: Value
 
 
 def positions_in(x: DType, kind: type[Axis]) -> DType:
-    """ATen finds the weights for bytes in double precision, but the nearest byte in single."""
+    """The dtype of positions: for bytes, ATen computes weights in float64, but the nearest byte in float32."""
     return opmath(x) if is_float(x) else torch.float32 if issubclass(kind, Nearest) else torch.float64
 
 
@@ -452,7 +451,7 @@ def gradient_shape(grad: torch.Tensor, output_size: Any, input_size: Any, *rest:
 
 
 def nearest_shape(x: torch.Tensor, output_size: Any, *rest: Any, **named: Any) -> torch.Tensor:
-    """Eager takes a batch of no images; torch's own rule means to, and fails."""
+    """The result's shape also for an empty batch, which eager supports; torch's own rule tries to, but fails."""
     if x.dim() != len(output_size) + 2 or any(n <= 0 for n in (*x.shape[1:], *output_size)):
         raise RuntimeError(f"Input and output sizes should be greater than 0, but got input {list(x.shape)} and output "
                            f"{list(output_size)}")
@@ -461,8 +460,8 @@ def nearest_shape(x: torch.Tensor, output_size: Any, *rest: Any, **named: Any) -
 
 def lower_resizing(name: str, forward: Callable[..., Any], backward: Callable[..., Any], group: str = "",
                    exact: Exact = NOWHERE) -> None:
-    """Both directions; the form with a list of factors is a call of the plain one. Shapes of gradients may be symbolic,
-    which torch's own rule does not allow for."""
+    """Register both directions; the form with a list of factors calls the plain one. Shapes of gradients may be
+    symbolic, which torch's own rule does not support."""
     packet, gradient = getattr(aten, name), getattr(aten, f"{name}_backward")
     shape = {"traced_shape": nearest_shape} if "nearest" in name else {}
     lower(packet.default, group=group, exact=exact, **shape)(forward)

@@ -1,4 +1,4 @@
-"""Views: each is a change of the index and costs nothing. Their scatter and backward forms are beside them."""
+"""Views: each is a change of index and costs nothing. Their scatter and backward forms are beside them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from .registry import OutOfRange, lower, to_dtype, wrap_dim
 aten = torch.ops.aten
 of_family(exact=EVERYWHERE)
 
-Place = tuple[Expr, Sequence[Index]]  # whether a point of the whole lies in the part, and where in it
+Place = tuple[Expr, Sequence[Index]]  # whether a point of the whole is in the part, and its index there
 
 
 def along(x: Value, dim: int, size: IndexLike, fn: Callable[[Index], IndexLike]) -> Value:
     """x with `size` points along dim, of which point i is point fn(i) of x."""
     n = as_index(size)
-    # Nothing is read of an empty array; its index must not point past the end all the same.
+    # Nothing is read from an empty array, but its index must still stay within bounds.
     return x.view((*x.shape[:dim], n, *x.shape[dim + 1:]),
                   lambda i: (*i[:dim], i[dim] if n is ZERO else fn(i[dim]), *i[dim + 1:]))
 
@@ -66,12 +66,12 @@ def without(items: Sequence[Any], *dims: int) -> tuple[Any, ...]:
 
 
 def infer_shape(old: Sequence[Index], size: Sequence[IndexLike]) -> tuple[Index, ...]:
-    """The sizes with the one that is -1 worked out."""
+    """The sizes with the one that is -1 computed."""
     new = [as_index(n) for n in size]
     free = [k for k, n in enumerate(new) if n.is_const and n.const == -1]
     if free:
         known, left, rest = without(new, *free), list(old), ONE
-        # Equal sizes cancel first: a symbolic size need not be a single monomial that division understands.
+        # Cancel equal sizes first: a symbolic size may not be a single monomial, which division requires.
         for n in known:
             if n in left:
                 left.remove(n)
@@ -93,7 +93,7 @@ def regroup(index: Sequence[Index], new: Sequence[Index], old: Sequence[Index]) 
     fine_new = [k for k, n in enumerate(new) if n is not ONE]
     fine_old = [k for k, n in enumerate(old) if n is not ONE]
     cuts = {product(new[k] for k in fine_new[:end]): end for end in range(1, len(fine_new) + 1)}
-    # The ends meet, also where sizes such as 4 * (n // 4) and n do not show that they are equal.
+    # The totals are equal even if sizes such as 4 * (n // 4) and n do not show it.
     cuts[product(old)] = len(fine_new)
     a = b = 0
     for end in range(1, len(fine_old) + 1):
@@ -144,7 +144,7 @@ def view_dtype(x: Value, dtype: DType) -> Any:
     if dtype is x.dtype:
         return x
     if dtype.itemsize != x.dtype.itemsize or is_bool(dtype):
-        return NotImplemented  # neighbours would join or split; or bytes other than 0 and 1 become bools
+        return NotImplemented  # adjacent elements would merge or split; or bytes other than 0 and 1 would become bools
     if is_bool(x.dtype):
         return to_dtype(x, dtype)
     return build.pointwise(x.shape, lambda i: Expr("bitcast", dtype, (x.load(i),)))
@@ -197,12 +197,12 @@ def expand(x: Value, size: Sequence[IndexLike], implicit: bool = False) -> Value
 
 # ---- parts: select, slice, diagonal ------------------------------------------------------------------
 #
-# A part is described twice: as a view of the whole, and as the Place of a point of the whole in it. The
-# second gives the operators that write into the part, *_scatter.
+# A part has two descriptions: a view of the whole, and the Place in it of each point of the whole. The second gives the
+# operators that write into the part, *_scatter.
 
 
 def overwrite(x: Value, part: Value, place: Callable[[Sequence[Index]], Place]) -> Value:
-    """x with the elements that `place` finds in the part taken from there."""
+    """x with the elements of the part written into it; `place` maps each point of x to the part."""
 
     def body(i: tuple[Index, ...]) -> Expr:
         inside, at = place(i)
@@ -212,7 +212,7 @@ def overwrite(x: Value, part: Value, place: Callable[[Sequence[Index]], Place]) 
 
 
 def wrap_index(index: IndexLike, size: Index) -> Index:
-    """A position counted from the end if it is negative, which only the run may know."""
+    """A position counted from the start; whether it counts from the end may only be known at run time."""
     at = as_index(index)
     low, top = at.bounds()
     if low is not None and low >= 0:
@@ -242,7 +242,7 @@ def select_scatter(x: Value, src: Value, dim: int, index: IndexLike) -> Value:
 
 
 def slice_range(size: Index, start: IndexLike | None, end: IndexLike | None) -> tuple[Index, Index]:
-    """First and one past the last, within the size, the last not before the first."""
+    """The first position and the end, within the size and not decreasing."""
 
     def clip(at: IndexLike) -> Index:
         at = as_index(at)
@@ -294,7 +294,7 @@ def diagonal(x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     down, right = max(-offset, 0), max(offset, 0)
     length = maximum(minimum(x.shape[a] - down, x.shape[b] - right), 0)
     kept = [k for k in range(x.rank) if k not in (a, b)]
-    moved = {a: down, b: right} if length is not ZERO else {a: 0, b: 0}  # an empty one begins nowhere
+    moved = {a: down, b: right} if length is not ZERO else {a: 0, b: 0}  # an empty view has no offset
     return x.view((*without(x.shape, a, b), length),
                   lambda i: [i[-1] + moved[k] if k in moved else i[kept.index(k)] for k in range(x.rank)])
 
@@ -330,7 +330,7 @@ def split(x: Value, size: IndexLike, dim: int = 0) -> Any:
         return [x]
     low, high = ceildiv(whole, part).bounds()
     if low is None or low != high:
-        return NotImplemented  # how many parts there are depends on a run-time size
+        return NotImplemented  # the number of parts depends on a run-time size
     return split_with_sizes(x, [part] * (low - 1) + [whole - part * (low - 1)], d)
 
 
@@ -356,12 +356,12 @@ def unfold(x: Value, dim: int, size: int, step: int) -> Value:
 
 @lower(aten.unfold_backward, exact=NOWHERE)
 def unfold_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, size: int, step: int) -> Value:
-    """Each point sums the gradients of the windows that saw it."""
+    """Each point sums the gradients of the windows that contain it."""
     d = wrap_dim(dim, len(sizes))
     if not sizes:
         return reshape(grad, ()) if size == 1 else build.pointwise((), lambda i: const(0, grad.dtype))
     dtype = opmath(grad.dtype)
-    most = -(-size // step)  # windows that can see one point
+    most = -(-size // step)  # the largest number of windows that contain one point
 
     def body(i: tuple[Index, ...]) -> Expr:
         def share(k: tuple[Index, ...]) -> Expr:
@@ -381,9 +381,9 @@ def unfold_backward(grad: Value, sizes: Sequence[IndexLike], dim: int, size: int
 
 def _from_storage(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLike], offset: IndexLike | None
                   ) -> tuple[Index, ...] | None:
-    """Where in the buffer of x the points of the strided array lie; None if that cannot be shown.
+    """The index in the buffer of x for each point of the strided array; None if it cannot be determined.
 
-    The buffer's dimensions are read off a storage position from the largest stride to the smallest.
+    The index is computed from a storage position, from the buffer's largest stride to the smallest.
     """
     g = build.graph()
     buffer = g.buffers[x.buffer]
@@ -395,7 +395,7 @@ def _from_storage(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLik
     if offset is None:
         start = offset_of(x.at([0] * x.rank), strides)
     elif x.buffer in g.inputs or any(x.buffer in n.names for n in g.nodes if isinstance(n, Extern)):
-        return None  # an offset counts from the start of a storage, and where in theirs these begin, only a run knows
+        return None  # an offset counts from the storage's start, which is only known at run time
     else:
         start = as_index(offset)
     left = offset_of(as_indices(dim_vars(shape)), stride, start)
@@ -414,7 +414,7 @@ def _from_storage(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLik
 @lower(aten.as_strided, aten.as_strided_copy, reads_memory=True)
 def as_strided(x: Value, size: Sequence[IndexLike], stride: Sequence[IndexLike],
                storage_offset: IndexLike | None = None) -> Any:
-    """x is read as the memory it lies in: its buffer, whatever view of it x is."""
+    """Read x as memory: its whole buffer, whatever view of it x is."""
     at = _from_storage(x, size, stride, storage_offset)
     return NotImplemented if at is None else Value(x.buffer, tuple(as_index(n) for n in size), x.dtype, at)
 
@@ -426,7 +426,7 @@ def as_strided_scatter(x: Value, src: Value, size: Sequence[IndexLike], stride: 
         return NotImplemented
     at = _from_storage(x, size, stride, storage_offset)
     places = [as_index(n) for n in (*size, *stride)]
-    # Where two elements share a place, eager's order decides whose value stays.
+    # If two elements share a place, eager's order decides which value remains.
     if at is None or all(n.is_const for n in places) and overlapping(
             [n.const for n in places[:len(size)]], [n.const for n in places[len(size):]]):
         return NotImplemented

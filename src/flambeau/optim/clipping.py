@@ -1,7 +1,7 @@
 """Gradient clipping by norm: one pass over all tensors for the norm, and one to scale.
 
-The norm of all tensors together is that of the blocks that they are cut into: which thread or program takes which block
-decides nothing, so results do not depend on the run.
+The norm of all tensors is combined from those of fixed blocks. It does not matter which thread or program computes
+which block, so results do not vary between runs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from flambeau.torch_compat.ops import foreach_mul_
 from .multi_tensor import DECLINED, ListFunction, check_plain
 from .row_kernels import Declined, built, target_of
 
-MOST_PLANS = 4  # for tensors of one number
-# Order of the norm: how an element joins, what joins them, and the norm of what comes out.
+MOST_PLANS = 4  # for each number of tensors
+# For each order: what is accumulated for an element, how these are combined, and the norm from the blocks' results.
 ORDERS: dict[float, tuple[Callable[[Expr], Expr], str, Callable[[torch.Tensor], torch.Tensor]]] = {
     1.0: (abs_, "sum", torch.sum),
     2.0: (lambda x: x * x, "sum", lambda t: t.sum().sqrt()),
@@ -61,22 +61,22 @@ def total_norm(original: Callable[..., torch.Tensor], options: tuple[str | None,
 
 @dataclass
 class NormGroup:
-    """Tensors of one device and dtype."""
+    """Tensors of one device and dtype, and the program for their blocks."""
 
     dtype: DType
     members: torch.Tensor
-    partial: Run  # what each of their blocks comes to
+    partial: Run  # computes a value for each block
 
 
 @dataclass(eq=False)
 class Plan:
-    """The norm of tensors with these dtypes, sizes and layouts."""
+    """The programs for tensors with these dtypes, sizes and layouts."""
 
     watch: Watch
     groups: list[NormGroup]
     compute: DType
     result: DType
-    stale: bool = False  # its programs were bound for other watchers
+    stale: bool = False  # its programs were bound before the watchers changed
 
     def __post_init__(self) -> None:
         BOUND.add(self)
@@ -86,7 +86,7 @@ class Plan:
 
 
 _PLANS: dict[tuple[Any, ...], list[Plan]] = {}
-_ALONE = threading.Lock()  # between a look at addresses and the launch
+_ALONE = threading.Lock()  # held from the check of the addresses until the launch
 
 
 def norm_of(tensors: list[torch.Tensor], order: float, wanted: str | None) -> torch.Tensor:
@@ -119,7 +119,7 @@ def planned(tensors: list[torch.Tensor], order: float, wanted: str | None) -> Pl
 
 
 def norms(target: Target, device: torch.device, dtype: DType, order: float, lengths: tuple[int, ...]) -> Run:
-    """A program that is given addresses of tensors of these lengths, and gives what their blocks come to."""
+    """A program that takes addresses of tensors with these lengths, and returns one value for each of their blocks."""
     each, join, _ = ORDERS[order]
     compute = opmath(dtype)
     with LOCK:

@@ -1,12 +1,12 @@
-"""Compiled optimizer steps and gradient clipping: Dynamo does not trace them, we run our kernels instead.
+"""Compiled optimizer steps and gradient clipping: Dynamo does not trace them, our kernels run instead.
 
-To trace a step over two thousand parameters takes Dynamo and AOTAutograd minutes, and most of it is bookkeeping of
-tensors one by one. So where this backend compiles, the frames of torch's optimizers run as they are, and the functions
-over lists of tensors that they end in (`torch.optim.adam.adam`) are ours (multi_tensor.py). For all other callers,
-other backends among them, those functions are torch's own.
+Tracing a step over two thousand parameters takes Dynamo and AOTAutograd minutes, most of it for bookkeeping of single
+tensors. So where this backend compiles, the Python frames of torch's optimizers run uncompiled, and the functions over
+lists of tensors that they end in (`torch.optim.adam.adam`) are replaced by ours (multi_tensor.py). For all other
+callers, other backends included, those functions are torch's own.
 
-Some steps compute with numbers that they read out of their states. Traced, they read tensors in float32 where eager has
-Python's numbers: who wants eager's bits gets torch's function as it is.
+Some steps compute with numbers that they read from their states. When traced, these are float32 tensors, whereas eager
+uses Python numbers. So if eager's bits are wanted, torch's function runs unchanged.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from flambeau.torch_compat.stream_patches import TRACED_STREAMS
 
 from . import parameter_groups
 
-EAGER: Counter[str] = Counter()  # types of devices, and how many wish that uncompiled steps there are ours
+EAGER: Counter[str] = Counter()  # by device type: how many requests for eager steps on our kernels are active
 
 
 @cache
 def install(backend: Callable[..., Any]) -> Routes | None:
-    """Once for a process: from now on, steps that `backend` compiles are ours, and calls of what it compiled are short.
+    """Route steps that `backend` compiles to our kernels, and shorten calls of what it compiled; once per process.
 
-    None: FLAMBEAU_PATCHES=0.
+    Returns None if FLAMBEAU_PATCHES=0.
     """
     if not config.patches:
         return None
@@ -57,7 +57,7 @@ def install(backend: Callable[..., Any]) -> Routes | None:
     routes = Routes(ours)
     always = frozenset({__file__, parameter_groups.__file__, base_file()}) | files(
         ("step", "total_norm", "clip_with_norm", ""))
-    # Frames about which Dynamo need not ask us, at 20 us each.
+    # Dynamo need not ask us about these frames, which would take 20 us each.
     for inside in (options_of, options_for, is_accelerated, backend_of):
         skip_code(inside.__code__)
     FRAMES.apply(functools.partial(passing, always, always | files((READS,)), ours, routes))
@@ -66,8 +66,8 @@ def install(backend: Callable[..., Any]) -> Routes | None:
 
 
 class Routes:
-    """Torch's functions over lists of tensors are ours while this backend traces, and as long as it has a use for them:
-    for good, once a frame that it compiles has called one."""
+    """Replaces torch's functions over lists of tensors while this backend traces and while anyone uses the replacement;
+    permanently, once a frame compiled by this backend has called one."""
 
     def __init__(self, ours: Callable[..., Any]) -> None:
         self.ours, self.wanted = ours, functools.partial(options_for, ours)
@@ -86,7 +86,7 @@ class Routes:
                 OPTIMIZERS.undo()
 
     def keep(self) -> None:
-        """What Dynamo compiled has them in it, or calls them: they stay."""
+        """Keep the replacement permanently, because code compiled by Dynamo refers to it."""
         if not self.is_kept:
             self.is_kept = True
             self.begin()
@@ -111,7 +111,7 @@ class Routes:
 
 
 def options_of(backend: Callable[..., Any], callback: Any) -> dict[str, Any] | None:
-    """The options of a compilation by this backend; None if the callback of frames is of another."""
+    """The options of a compilation by this backend; None if the frame callback belongs to another backend."""
     callback = backend_of(callback)
     if getattr(callback, "compiler_fn", callback) is not backend:
         return None
@@ -124,7 +124,7 @@ def exact(given: dict[str, Any]) -> bool:
 
 def passing(ours_always: frozenset[str], ours_exact: frozenset[str], ours: Callable[..., Any], routes: Routes,
             convert: Callable[..., Any]) -> Callable[..., Any]:
-    """The files whose frames run as they are, always and where eager's bits are wanted."""
+    """Wrap Dynamo's frame conversion so that some files' frames run uncompiled: always, or for eager's bits."""
 
     def is_exact(callback: Any) -> bool:
         return (given := ours(callback)) is not None and exact(given)
@@ -144,15 +144,15 @@ def passing(ours_always: frozenset[str], ours_exact: frozenset[str], ours: Calla
               TRACED_STREAMS.applied(is_ours)):
             return convert(self, frame, *rest)
 
-    # Dynamo looks up the stack for who called a frame (`torch.compiler.disable(recursive=False)`), past its own file.
+    # Dynamo walks up the stack for a frame's caller (`torch.compiler.disable(recursive=False)`), past its own file.
     __call__.__code__ = __call__.__code__.replace(co_filename=convert.__code__.co_filename)
     return __call__
 
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """What Dynamo makes of a deep model stays until it is compiled: to look through it for garbage takes a tenth of
-    the time, and finds none."""
+    """Disable garbage collection during compilation: the objects that Dynamo makes of a deep model live until it ends,
+    so collections take a tenth of the time and find nothing."""
     if not gc.isenabled():
         yield
         return
@@ -164,7 +164,7 @@ def collecting_later() -> Iterator[None]:
 
 
 def leads_to(frame: Any, files: frozenset[str]) -> bool:
-    """Whether this is the frame that torch.compile puts around a function that Dynamo would not trace by itself."""
+    """Whether this is the frame with which torch.compile wraps a function that Dynamo would not trace by itself."""
     if frame.f_code is not WRAPPER:
         return False
     inside = (getattr(cell.cell_contents, "__code__", None) for cell in frame.closure)
@@ -172,10 +172,10 @@ def leads_to(frame: Any, files: frozenset[str]) -> bool:
 
 
 def options_for(ours: Callable[..., Any], tensors: Any) -> dict[str, Any] | None:
-    """The options for a call that is being run with these tensors; None if it is not ours."""
+    """The options for a list function called now with these tensors; None if torch's function should run."""
     callback = get_eval_frame_callback()
     given: dict[str, Any] | None = ours(callback) if callable(callback) else None
-    # What nobody asked to be compiled is near eager, not necessarily its bits (see ir/numerics.py).
+    # Steps that were not asked to be compiled are near eager, but need not equal its bits (see ir/numerics.py).
     return {"numerics": "near"} if given is None and is_accelerated(tensors) else given
 
 
@@ -184,8 +184,8 @@ def routed(original: Callable[..., Any], module: str, kind: str, routes: Routes)
 
     @torch.compiler.assume_constant_result
     def traced_for_us() -> bool:
-        """While Dynamo traces: whether for us, and whether it may leave what it traces for a call."""
-        routes.keep()  # guards of what is traced name this function, for all backends
+        """Whether Dynamo traces for this backend, and may break the graph for a call of this function."""
+        routes.keep()  # guards of the traced code name this function, for all backends
         tx = current_translator()
         given = ours(tx.output.compiler_fn)
         return given is not None and (kind != READS or exact(given)) and may_break(tx)
@@ -205,7 +205,7 @@ def routed(original: Callable[..., Any], module: str, kind: str, routes: Routes)
 
 
 def is_accelerated(tensors: Any) -> bool:
-    """Whether the first tensor of a list is on a device whose steps are ours."""
+    """Whether the first tensor of a list is on a device whose eager steps run on our kernels."""
     if not any(EAGER.values()) or not isinstance(tensors, list) or not tensors:
         return False
     return isinstance(tensors[0], torch.Tensor) and EAGER[tensors[0].device.type] > 0
@@ -215,7 +215,7 @@ def is_accelerated(tensors: Any) -> bool:
 def run(original: Callable[..., Any], module: str, kind: str, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
     if kind == READS:
         return original(*args, **kwargs)
-    # Imported here: a process that compiles no optimizer needs none of this.
+    # Imported here, because a process that compiles no optimizer needs none of this.
     from flambeau.compile.backend import check_options
 
     from . import clipping

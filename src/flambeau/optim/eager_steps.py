@@ -1,6 +1,6 @@
 """Optimizer steps in eager mode on an accelerated device: the kernels of compiled steps, with eager's rounding.
 
-Nothing is imported for it before the first step of any optimizer. Clipping of gradients is ours from that step on.
+Nothing is imported for it before the first step of any optimizer. From then on, gradient clipping uses our kernels too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class EagerSteps:
-    """One wish for the steps on a type of device."""
+    """One request to run the eager steps on a device type with our kernels."""
 
     def __init__(self, device: str) -> None:
         self.device, self.on = device, False

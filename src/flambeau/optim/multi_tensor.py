@@ -1,9 +1,9 @@
 """Runs functions over lists of tensors, such as optimizer steps, as one kernel for all tensors of a kind.
 
-Such a function computes each row of its lists (a parameter, its gradient, its states) by itself. So one row of each
-kind, that is of each combination of dtypes, is compiled (row_kernels.py), and its kernels go along a table of all rows:
-how many there are, and of which sizes, costs nothing. What cannot be done this way is left to torch, with the reason
-in `DECLINED`.
+Such a function computes each row of its lists (a parameter, its gradient, its states) independently. So one row of each
+kind, that is of each combination of dtypes, is compiled (row_kernels.py), and its kernels run along a table of all
+rows. The number of rows and their sizes cost no compilation. Calls that cannot be done this way are left to torch, with
+the reason in `DECLINED`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from flambeau.torch_compat.optim import COUNT
 
 from .row_kernels import SCALARS, Declined, RowForm, RowKind, Variant, compile_row
 
-CHANGING = ("grads", "d_p_list")  # names of lists whose tensors are others in every call
+CHANGING = ("grads", "d_p_list")  # names of lists whose tensors are new in every call
 MUST_BE_OFF = ("fused", "differentiable", "has_complex", "has_sparse_grad", "grad_scale", "found_inf")
-MOST_PREPARED = 64  # calls whose tables are kept, for one function
-MOST_PARTS = 64  # of the rows of one kind, of which each has tables
+MOST_PREPARED = 64  # calls per function whose tables are kept
+MOST_PARTS = 64  # subsets of the rows of one kind whose tables are kept
 
 DECLINED: Counter[str] = Counter()  # reasons why calls were left to torch
 
@@ -49,7 +49,7 @@ class Class:
     kind: RowKind
     rows: list[int]
     variants: list[Variant | Declined]
-    # Along tables of some or all of the rows: which, if not all that there are.
+    # By variant and rows: programs along tables of these rows, and the rows' indices unless they are all rows.
     runs: dict[Any, tuple[torch.Tensor | None, list[Run]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,17 +62,17 @@ class Class:
 
 @dataclass
 class PreparedRows:
-    """What follows from the dtypes, sizes and layouts of a call's tensors, for as long as those are the same."""
+    """The facts derived from the dtypes, sizes and layouts of a call's tensors, valid while those stay the same."""
 
     lengths: list[int]
     classes: list[Class]
-    left: list[int]  # rows that are not dense, or laid out in different ways
+    left: list[int]  # rows left to torch: not dense, or with tensors in different layouts
     watch: Watch | None = None
-    apart: int = -1  # the moves of the watch after which tensors were seen to share no memory
+    apart: int = -1  # the watch's count of moves when tensors were last found to share no memory
 
 
 class ListFunction:
-    """One of torch's functions, and what was compiled for it."""
+    """One of torch's list functions, with everything that was compiled for it."""
 
     def __init__(self, original: Callable[..., None], module: str) -> None:
         self.original, self.module = original, importlib.import_module(module)
@@ -84,7 +84,7 @@ class ListFunction:
         self.lock = threading.RLock()
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], options: tuple[str | None, str]) -> None:
-        """`options`: the target, if not that of the tensors' device, and the numerics."""
+        """Run the function. `options`: the target (None: that of the tensors' device) and the numerics."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
         tensor_lists.EXTENSION.begin()
         try:
@@ -101,12 +101,12 @@ class ListFunction:
 
 @cache
 def list_function(original: Callable[..., None], module: str) -> ListFunction:
-    """One for a process."""
+    """The ListFunction of a torch function, one per process."""
     return ListFunction(original, module)
 
 
 class _Call:
-    """One call of such a function."""
+    """One call of a list function."""
 
     def __init__(self, function: ListFunction, given: dict[str, Any], options: tuple[str | None, str]) -> None:
         self.f = function
@@ -149,7 +149,7 @@ class _Call:
         return found
 
     def watched(self) -> list[list[torch.Tensor]]:
-        """Its lists, then what all rows read: none may share memory with another."""
+        """The call's lists, then the scalars that all rows read: none of these may share memory."""
         return [*self.lists.values(), list(self.shared.values())]
 
     def classify(self) -> PreparedRows:
@@ -169,17 +169,17 @@ class _Call:
     # ---- the run -----------------------------------------------------------------------------------------
 
     def run(self) -> list[int]:
-        """All rows that can be; those that cannot are returned."""
+        """Run all rows that can be; returns those that are left to torch."""
         if not self.rows:
             return []
         prepared = self.prepare()
-        # All are compiled before the first of them runs: what cannot be compiled, is left to torch as a whole.
+        # All kinds are compiled before the first one runs, so that a call is left to torch as a whole if one fails.
         try:
             parts = [(c, *part) for c in prepared.classes for part in self.parts(c, prepared.watch)]
-        finally:  # for a call that is declined too: the next one is not looked at again
+        finally:  # so that the next such call need not be checked, even if this one is declined
             watch = prepared.watch = prepared.watch or Watch(self.watched())
         if prepared.apart != watch.moves:
-            if not watch.apart():  # rows are computed in no order
+            if not watch.apart():  # rows run in no particular order
                 raise Declined("tensors that share memory")
             prepared.apart = watch.moves
         ready = [(*self.runs(c, variant, rows, prepared.lengths), counts) for c, variant, rows, counts in parts]
@@ -188,12 +188,12 @@ class _Call:
             for run in runs:
                 run([*(lists if which is None else [addresses[which] for addresses in lists]), *self.shared.values(),
                      *self.numbers.values(), *counts])
-        tensor_lists.changed(self.lists["params"])  # states are in no graph of autograd's
+        tensor_lists.changed(self.lists["params"])  # autograd does not track the states
         return prepared.left
 
     def runs(self, c: Class, variant: Variant, rows: list[int], lengths: list[int]
              ) -> tuple[torch.Tensor | None, list[Run]]:
-        """Which rows they are, if not all, and what runs along them."""
+        """The indices of the rows (None if they are all rows), and the programs that run along them."""
         key = (id(variant), None if rows is c.rows else tuple(rows))
         if key not in c.runs:
             if len(c.runs) >= MOST_PARTS:
@@ -207,7 +207,7 @@ class _Call:
         return c.runs[key]
 
     def parts(self, c: Class, watch: Watch | None) -> list[tuple[Variant, list[int], list[float]]]:
-        """Rows of one count of steps, with the kernels that hold for their numbers, and the count after this one."""
+        """Rows grouped by their step count, each with the kernels for its numbers, and the count after this step."""
         if not self.form.counts:
             return [(self.variant(c, 0.0), c.rows, [])]
         if c.kind.scalars is not None and c.kind.scalars.type != "cpu":
@@ -234,7 +234,7 @@ class _Call:
         try:
             with LOCK:
                 made = compile_row(self.form, c.kind, count)
-        except Exception as e:  # whatever is wrong with the compiler, the optimizer runs
+        except Exception as e:  # whatever is wrong with the compiler, the optimizer must run
             if config.verify and not isinstance(e, (Declined, UnsupportedError)):
                 raise
             c.variants.append(e if isinstance(e, Declined) else Declined(f"{type(e).__name__}: {e}"))
@@ -244,7 +244,7 @@ class _Call:
 
 
 def is_row(row: dict[str, torch.Tensor]) -> bool:
-    """Whether one element after the other of its tensors belongs together. What is no plain tensor is torch's."""
+    """Whether corresponding elements of a row's tensors are at the same offset. Declined if unsuitable."""
     p = row["params"]
     for name, t in row.items():
         check_plain(name, t)

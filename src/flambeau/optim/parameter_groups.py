@@ -1,8 +1,8 @@
 """Caches the lists of tensors that an optimizer collects from its parameter groups in each step.
 
-Torch goes through all parameters in Python: two thousand take it longer than the step takes a GPU. What it finds are
-the parameters, their gradients and their states. As long as those are the same objects, and gradients come in the same
-places and of the same kinds, so are the lists; one pass of C++ sees whether that is so (tensor_lists.cpp).
+Torch loops over all parameters in Python, which for two thousand of them takes longer than the step takes a GPU. The
+result is the parameters, their gradients and their states. As long as those are the same objects, and gradients exist
+at the same positions and are of the same kinds, the lists are the same; one pass of C++ checks this (lists.cpp).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from flambeau.runtime import tensor_lists
 from flambeau.runtime.tensor_lists import PLAIN, Watch
 
-MOST_TRIES = 8  # of remembering what then changes again
+MOST_TRIES = 8  # attempts to cache a group whose tensors keep changing
 
 _REMEMBERED: WeakKeyDictionary[Any, dict[int, ListGroup]] = WeakKeyDictionary()
 
 
 def remembering(original: Callable[..., Any], wanted: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`_init_group` of an optimizer's class, with a memory where `wanted` says so of the parameters."""
+    """Wrap an optimizer class's `_init_group` with a cache, used for parameters for which `wanted` gives options."""
 
     @functools.wraps(original)
     def _init_group(self: Any, group: dict[str, Any], *gathered: list[Any], **others: list[Any]) -> Any:
@@ -39,14 +39,14 @@ def remembering(original: Callable[..., Any], wanted: Callable[[Any], Any]) -> C
 def gather(original: Callable[..., Any], optimizer: Any, group: dict[str, Any], gathered: tuple[list[Any], ...]) -> Any:
     try:
         known = _REMEMBERED.setdefault(optimizer, {})
-    except TypeError:  # a class of the user's that cannot be hashed
+    except TypeError:  # a user's class that cannot be hashed
         return original(optimizer, group, *gathered)
     memory = known.get(id(group))
     if memory is None or memory.group is not group:
-        if len(known) > 2 * len(optimizer.param_groups):  # groups that are gone
+        if len(known) > 2 * len(optimizer.param_groups):  # some groups no longer exist
             known.clear()
         memory = known[id(group)] = ListGroup(group)
-        return original(optimizer, group, *gathered)  # states are made here
+        return original(optimizer, group, *gathered)  # the first call creates the states
     if memory.recall(optimizer, gathered):
         return memory.result
     result = original(optimizer, group, *gathered)
@@ -55,7 +55,7 @@ def gather(original: Callable[..., Any], optimizer: Any, group: dict[str, Any], 
 
 
 class ListGroup:
-    """What was gathered of one group."""
+    """The cached lists of one parameter group."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.group, self.tries, self.known = group, 0, False
@@ -73,7 +73,7 @@ class ListGroup:
         if not some or any(type(t) not in PLAIN or t.layout is not torch.strided for t in (*owners, *some)):
             return
         items = [tuple(chain.from_iterable(state[p].items())) if p in state else None for p in params]
-        # All that is not a gradient must follow from the parameters and their states.
+        # Everything that is not a gradient must be a parameter or part of its state.
         explained = {id(None), *map(id, params), *(id(x) for found in items if found is not None for x in found)}
         parts: list[list[Any] | None] = []
         for found in gathered:
@@ -90,7 +90,7 @@ class ListGroup:
         self.items, self.watch, self.known = items, Watch([owners, some]), True
 
     def recall(self, optimizer: Any, gathered: tuple[list[Any], ...]) -> bool:
-        """Fill the lists, if nothing but gradients changed."""
+        """Fill the lists from the cache if nothing but gradients changed; returns whether it did."""
         if not self.known or len(gathered) != len(self.parts) or settings_of(self.group) != self.settings:
             return False
         grads = tensor_lists.native().gradients(self.group["params"], self.params, self.has_grad, optimizer.state,
@@ -103,7 +103,7 @@ class ListGroup:
 
 
 def settings_of(group: dict[str, Any]) -> list[Any]:
-    """What may decide what is gathered. Of numbers, such as a momentum, it is whether they are zero."""
+    """The settings that may affect what is collected. Of a number, such as a momentum, only its sign counts."""
     return [(name, settled(value)) for name, value in group.items() if name != "params"]
 
 

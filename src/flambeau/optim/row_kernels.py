@@ -1,7 +1,7 @@
 """Compiles a function over lists of tensors: traces it for one tensor, and makes kernels over a table of all.
 
-Numbers that may change from call to call (a learning rate, the count of steps) are symbols of the trace: numbers of the
-run, computed as Python computes them. Decisions that depend on them become conditions of a `Variant`.
+Numbers that may change from call to call (a learning rate, the step count) are symbols in the trace and arguments at
+run time, and are computed as Python computes them. Decisions that depend on them become conditions of a `Variant`.
 """
 
 from __future__ import annotations
@@ -31,60 +31,60 @@ from flambeau.torch_compat import patches
 from flambeau.torch_compat.fx import PythonPrinter
 
 SCALARS = frozenset(("state_steps",))  # lists with one number for each parameter
-SIZE = 1009  # of the row that is traced; it stands for any
+SIZE = 1009  # length of the traced row; it stands for any length
 
 
 class Declined(Exception):
-    """This call is torch's."""
+    """Raised if a call is left to torch's function."""
 
 
 @dataclass(frozen=True)
 class RowForm:
-    """What a call is, but for its tensors."""
+    """Everything about a call except its tensors."""
 
     original: Callable[..., None]
     module: ModuleType
-    changing: str  # the list whose tensors are others in every call
+    changing: str  # the list whose tensors are new in every call
     given: dict[str, Any]  # all arguments by name
     lists: tuple[str, ...]
-    empty: dict[str, list[None]]  # lists that are empty or hold nothing, with one row
+    empty: dict[str, list[None]]  # lists that are empty or hold only None, cut to one row
     shared: dict[str, torch.dtype]  # scalars that all rows read
     numbers: dict[str, float]
-    counts: bool  # Python numbers are computed from the count of steps
+    counts: bool  # Python numbers are computed from the step count
     target: str | None
     numerics: str
 
 
 @dataclass(frozen=True)
 class RowKind:
-    """The tensors of a row, as far as its kernels depend on them."""
+    """The properties of a row's tensors that its kernels depend on."""
 
     device: torch.device
-    scalars: torch.device | None  # where those are
-    dtypes: tuple[torch.dtype, ...]  # of each list
+    scalars: torch.device | None  # the device of its scalars, if there are any
+    dtypes: tuple[torch.dtype, ...]  # for each list
 
 
 @dataclass(frozen=True)
 class RowProgram:
-    """Launches of one row, where they run."""
+    """The launches of one row on one device."""
 
     target: Target
     device: torch.device
     program: Program
-    lists: tuple[str, ...]  # inputs of which each row has its own
+    lists: tuple[str, ...]  # inputs that each row has its own of
     launches: tuple[Rows, ...]
 
     def along(self, lengths: Sequence[int]) -> Run:
-        """A function of the lists' addresses, of what all rows read, and of numbers."""
+        """A run function for rows of these lengths: takes the lists' addresses, the shared tensors, and numbers."""
         return built(along_lists(self.program, self.launches, self.lists, lengths), self.target, self.device)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The kernels of a kind of row, for as long as decisions that depend on numbers are the same."""
+    """The kernels of a row kind, valid while all decisions that depend on numbers come out the same."""
 
     holds: Callable[..., bool]
-    programs: tuple[RowProgram, ...]  # a device begins before the host counts
+    programs: tuple[RowProgram, ...]  # the device's first, so that it starts before the host counts
 
 
 def target_of(device: torch.device, wanted: str | None) -> Target:
@@ -131,7 +131,7 @@ def built(p: Program, target: Target, device: torch.device) -> Run:
 
 
 def function_of(names: dict[str, str], text: str) -> Callable[..., Any]:
-    """A function of numbers by name, from an expression over their symbols."""
+    """Compile an expression over symbols into a function of numbers by name."""
     scope: dict[str, Any] = {"math": math}
     exec(f"def inner({', '.join(names)}): return {text}", scope)
     inner, order = scope["inner"], list(names.values())
@@ -139,7 +139,7 @@ def function_of(names: dict[str, str], text: str) -> Callable[..., Any]:
 
 
 def trace(f: RowForm, c: RowKind, count: float) -> tuple[torch.fx.GraphModule, list[str], dict[str, Any]]:
-    """One row as a graph; what must hold of the numbers for it to be right; the numbers' symbols."""
+    """Trace one row; returns its graph, the guards on the numbers that it depends on, and the numbers' symbols."""
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -156,7 +156,7 @@ def trace(f: RowForm, c: RowKind, count: float) -> tuple[torch.fx.GraphModule, l
     given = {name: env.create_symfloatnode(symbols[name], hint=value, source=sources[name])
              for name, value in values.items()}
     with FakeTensorMode(shape_env=env, allow_non_fake_inputs=True):
-        # Numbers of parameters on the CPU are traced as if they were not: their kernels are the same.
+        # CPU scalars of parameters are traced as if on the device: their kernels are the same.
         row = [torch.empty(() if name in SCALARS else (length,), dtype=dtype, device=c.device)
                for name, dtype in zip(f.lists, c.dtypes, strict=True)]
         row += [torch.empty((), dtype=dtype, device=c.device) for dtype in f.shared.values()]
@@ -184,8 +184,8 @@ def trace(f: RowForm, c: RowKind, count: float) -> tuple[torch.fx.GraphModule, l
 
 
 def keep_scalars(graph: Graph) -> None:
-    """What is one value for a whole row is known before its kernels: not computed in every block of it, unless it
-    follows from numbers of the run alone."""
+    """Compute values that are the same for a whole row once, ahead of the row's kernels and not in each of their
+    blocks. Values that depend only on numbers of the run stay inline."""
     large = {name for n in graph.nodes if isinstance(n, Pointwise) and n.vars for name in n.reads()}
     known, numbers = set(graph.inputs), set[str]()
     singles: list[Node] = []
@@ -202,8 +202,8 @@ def keep_scalars(graph: Graph) -> None:
 
 
 def rows_of(program: Program) -> list[Rows]:
-    """Its launches, as rows of tables."""
-    sizes = set(program.inputs)  # and what follows from them
+    """The program's launches, as rows of tables."""
+    sizes = set(program.inputs)  # and numbers that follow from these
     sizes |= {s.name for s, h in program.numbers if h.needs & sizes}
     launches = []
     for s in program.steps:

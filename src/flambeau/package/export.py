@@ -52,13 +52,13 @@ def export(model: Subject | None, args: tuple[Any, ...] = (), path: str | PathLi
            numerics: str | None = None,
            methods: Mapping[str, tuple[Any, ...]] | None = None, metadata: Mapping[str, str] | None = None,
            debug: bool = True, torch_operators: bool = False, sign: Key | None = None) -> str:
-    """Write a package; the hash that names it.
+    """Write a package. Returns the hash of its content.
 
-    `model`: a module, a function, or what torch.export made of one (`args` and `dynamic_shapes` are in it then).
-    `methods`: more entry points, by name: (function or module, arguments[, dynamic_shapes]). Weights that several use
-    are in the file once. `debug`: whether programs and texts of kernels are in it, for `flambeau inspect`.
-    `torch_operators`: operators without a kernel of ours are called in torch, which the file then needs where it is
-    loaded; otherwise they are refused. `sign`: a private key of Ed25519 in PEM, with which the file is signed."""
+    `model`: a module, a function, or an ExportedProgram of torch.export (without `args` and `dynamic_shapes`, which it
+    contains). `methods`: more entry points, by name: (function or module, arguments[, dynamic_shapes]). Weights that
+    several methods use are stored once. `debug`: store programs and kernel sources, for `flambeau inspect`.
+    `torch_operators`: call torch for operators without a kernel of ours, so that the package needs torch; otherwise
+    they are refused. `sign`: a private Ed25519 key in PEM format that signs the file."""
     signs = None if sign is None else signer(sign)  # a wrong key is refused before anything is compiled
     given: dict[str, tuple[Any, ...]] = {} if model is None else {"forward": (model, args, dynamic_shapes, kwargs)}
     given |= methods or {}

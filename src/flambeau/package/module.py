@@ -148,7 +148,7 @@ class Module:
                 setattr(self, own, method)
 
     def retained(self) -> int:
-        """The model of the runtime, of which the caller has a share now."""
+        """The runtime's model, which stays until the caller releases it."""
         with self._lock:
             if not self._handle:
                 raise PackageError(f"{self.path} was unloaded")
@@ -159,7 +159,7 @@ class Module:
         return self.load_method("forward")(*args, **kwargs)
 
     def load_method(self, name: str) -> Method:
-        """One of `method_names`; all of them are ready from the start."""
+        """One of `method_names`, by name. All methods are ready from the start."""
         if name not in self._methods:
             raise PackageError(f"the package has no method {name!r}: it has {', '.join(self._methods)}")
         return self._methods[name]
@@ -197,7 +197,7 @@ class Module:
             self.set_input(value, k, method)
 
     def execute(self, method: str = "forward") -> list[Any]:
-        """Run a method on the inputs that were set; its results, one after the other."""
+        """Run a method on the inputs that were set. Returns its results, in order."""
         one, slots = self.load_method(method), self._slots(method)
         slots["outputs"] = list(one.run(one.ordered((), slots["inputs"])))
         return self.get_outputs(method)
@@ -217,7 +217,7 @@ class Module:
     # ---- weights -------------------------------------------------------------------------------------------
 
     def update_weights(self, values: Mapping[str, Any] | str | os.PathLike[str]) -> None:
-        """New weights, by name or out of a safetensors file, all at once: a call sees the old ones or the new ones."""
+        """Replace weights, given by name or in a safetensors file. A call sees all old or all new ones."""
         given = values if isinstance(values, Mapping) else safetensors(values)
         names, tensors = (ctypes.c_char_p * len(given))(), (Tensor * max(len(given), 1))()
         known = self.weights
@@ -234,13 +234,13 @@ class Module:
             raise failed(error)
 
     def seed(self, number: int) -> None:
-        """Of the random numbers that methods draw."""
+        """Set the seed of the random numbers that methods draw."""
         handle = self.retained()
         self.library.flam_seed(handle, number)
         self.library.release(handle)
 
     def unload(self) -> None:
-        """Calls of other threads end as they would have; later ones are refused."""
+        """Free the module. Calls that are running in other threads finish; later calls raise an error."""
         with self._lock:
             handle, self._handle = self._handle, None
         for method in self._methods.values():
@@ -264,7 +264,7 @@ class Module:
 
 
 def load(path: str | os.PathLike[str], target: str | None = None, device: int = 0, verify: Key | None = None) -> Module:
-    """Load a package. `target`: one of those in the file, or its kind ("cuda"); otherwise the first that runs here.
-    `device`: the number of the GPU or OpenCL device, for a target that is one. `verify`: a public key of Ed25519 in
-    PEM; a file that was not signed with it is refused before any of its code is loaded."""
+    """Load a package. `target`: a target in the file, or its kind ("cuda"); otherwise the first one that runs here.
+    `device`: number of the GPU or OpenCL device. `verify`: a public Ed25519 key in PEM format; a file that was not
+    signed with that key is refused before any of its code is loaded."""
     return Module(path, target, device, verify)

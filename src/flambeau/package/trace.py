@@ -75,11 +75,11 @@ class Wrapped(torch.nn.Module):
 
 @dataclass(frozen=True)
 class TrainStep:
-    """A method of a package that also gives gradients: (what the function returns, gradients by the parameters' names).
+    """A method of a package that returns what the function returns, and then its gradients, by parameter name.
 
         flambeau.export(model, (x,), "model.flam", methods={"step": (flambeau.TrainStep(model.loss), (x, y))})
 
-    The function is a module, or a method of one, and returns a loss of one number, or a tuple that begins with it."""
+    The function is a module or a method of one. It returns a loss of one number, or a tuple that begins with it."""
 
     function: Any
 

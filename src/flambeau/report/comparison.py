@@ -61,7 +61,7 @@ def about(heading: str, f: First) -> Iterator[str]:
     yield f"<h2>{heading}</h2><div class=first><p><b>{escape(f.operator)}</b> ({place}): {escape(f.why())}.</p>"
     if f.layer or f.file:
         where = f"{f.file}:{f.line}" if f.file else ""
-        yield f"<p>{escape(f.layer)}</p><pre>{escape(where)}\n  {escape(f.code)}</pre>"
+        yield f"<p>{escape(f.layer and f'In layer {f.layer}.')}</p><pre>{escape(where)}\n  {escape(f.code)}</pre>"
     if len(f.fused) > 1:
         yield f"<p>In a kernel with {escape(', '.join(f.fused))}.</p>"
     yield "</div>"

@@ -133,15 +133,18 @@ def summarise(graph: Compiled) -> Summary:
     """Summarise a compiled graph. Nothing is run or changed."""
     p = graph.program
     calls = [n for n in graph.gm.graph.nodes if n.op == "call_function" and not is_getitem(n)]
-    backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.gm.graph.nodes)
     origins = {name: node.origin for node in graph.captured.graph.nodes for name in node.names}
     why = reasons(graph)
     memory = [Memory(b.name, typed(b.dtype, b.shape), b.place, nbytes(b), origins.get(b.name, ""), why[b.name])
               for b in p.buffers]
     local = {origins[name]: why for name, why in why.items() if name not in p.places and name in origins}
-    return Summary("backward" if backward else "forward", [line(n) for n in calls], steps(graph), memory,
+    return Summary("backward" if is_backward(graph.gm) else "forward", [line(n) for n in calls], steps(graph), memory,
                    local, p.arena_bytes, dict(graph.captured.externs), dict(graph.seconds),
                    list(graph.captured.choices), {t.name: t.text for t in graph.texts})
+
+
+def is_backward(gm: fx.GraphModule) -> bool:
+    return any(n.op == "placeholder" and n.name.startswith("tangents") for n in gm.graph.nodes)
 
 
 def reasons(graph: Compiled) -> dict[str, str]:

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,6 @@ from flambeau.pipeline import Compiled
 from flambeau.report import program
 from flambeau.report.regions import phases
 from flambeau.runtime.watchers import title
-from flambeau.targets.cache import counts
 from flambeau.torch_compat.compilations import Compilation
 
 FEW = 8  # lines of a list at level 1
@@ -112,14 +113,28 @@ def overview_of(session: Session, times: Sequence[ProgramTime] | None = None) ->
         graphs, len(session.graphs), cache["hit"],
         Counter(f"{b.why} ({place(b.function, b.file, b.line)})" for b in session.breaks()),
         Counter(f"{place(c.function, c.file, c.line)}: {c.why}" for c in done if c.why),
-        phases(session.seconds(), session.regions, session.graphs), Counter(counts), session.externs(),
+        phases(session.seconds(), session.regions, session.graphs), session.kernels(), session.externs(),
         session.fallbacks(), speed)
 
 
 def place(function: str, file: str, line: int) -> str:
     if Path(file).name == "external_utils.py":  # torch's own wrapper around a module that is compiled as a whole
         return "the compiled module"
-    return f"{function}, {Path(file).name}:{line}"
+    whole = next((name for first, last, name in methods(file)
+                  if first <= line <= last and name.endswith(f".{function}")), function)
+    return f"{whole}, {Path(file).name}:{line}"
+
+
+@cache
+def methods(file: str) -> list[tuple[int, int, str]]:
+    """The methods in a file: first and last line, and the name with that of the class. Dynamo only tells `forward`."""
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [(min(part.lineno for part in (f, *f.decorator_list)), f.end_lineno or f.lineno, f"{c.name}.{f.name}")
+            for c in ast.walk(tree) if isinstance(c, ast.ClassDef)
+            for f in c.body if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
 def graph_of(number: int, t: ProgramTime, made: Compiled | None, functions: Mapping[str, Compilation],
@@ -184,7 +199,7 @@ def show(console: Console, o: Overview, level: int, what: str = "") -> None:
 def lines(o: Overview, limit: int | None) -> Iterator[tuple[str, str]]:
     """The lines of the overview: heading and text."""
     calls = sum(g.calls for g in o.graphs)
-    yield "graphs", f"{o.compiled} compiled, {o.found} {FOUND}; {len(o.graphs)} ran, {calls:,} calls"
+    yield "graphs", f"{o.compiled} compiled, {o.found} {FOUND}; {len(o.graphs)} ran, {calls:,} call{'s' * (calls != 1)}"
     for name, found in (("breaks", o.breaks), ("recompiled", o.recompiled)):
         listed = [f"{why}" + (f" ({n} times)" if n > 1 else "") for why, n in found.most_common(limit)]
         more = [f"... {len(found) - limit} more (FLAMBEAU_DEBUG=2)"] if limit and len(found) > limit else []
@@ -194,7 +209,8 @@ def lines(o: Overview, limit: int | None) -> Iterator[tuple[str, str]]:
         if r.kind != "rest":
             kinds[r.kind] += round(r.count)
     yield "steps", ", ".join(f"{n} {program.NAMES.get(kind, 'call(s)')}" for kind, n in kinds.items()) or "none"
-    slow = [f"{op} ({n} times) has no lowering: ATen is called" for op, n in o.externs.most_common(limit)]
+    slow = [f"{op}{f' ({n} times)' * (n > 1)} is not compiled: ATen is called"
+            for op, n in o.externs.most_common(limit)]
     slow += [f"{op} ran on the CPU: {n:,} calls, {size(moved)}" for op, n, moved in o.fallbacks[:limit]]
     yield "fallbacks", "\n".join(slow) or "none"
     spent = ", ".join(f"{phase} {s:.2f}" for phase, s in o.phases.items() if s >= 0.005)
@@ -275,7 +291,8 @@ def show_kernels(console: Console, graph: GraphReport, level: int) -> None:
             continue
         loops = ", ".join(f"{name} {found}" for name, found in
                           (("outer", r.outer), ("inner", r.inner), ("vector", r.vector)) if found)
-        console.print(f"  [cyan]{r.name}[/] {escape(r.title)} {times(r)}: {escape(named(r.operators))}", soft_wrap=True)
+        called = " ".join(filter(None, (r.title, times(r))))
+        console.print(f"  [cyan]{r.name}[/] {escape(called)}: {escape(named(r.operators))}", soft_wrap=True)
         if loops:
             console.print(f"     loops {escape(loops)}; reads {' '.join(r.reads)}; writes {' '.join(r.writes)}",
                           soft_wrap=True)

@@ -1,6 +1,7 @@
 """The web page of a trace: where the time of a step went, graphs, kernels ranked by lost time, memory, sources.
 
-All numbers are for one step. The number of steps in the trace is the greatest common divisor of the programs' calls.
+All numbers are for one step. The number of steps in the trace is the greatest common divisor of the programs' calls. If
+nothing was traced, numbers are those of the session's clocks, for the whole run.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ RUNS = re.compile(r"\b(plan\d+|call\d+|f\d+)\((?!x)")
 
 def page(session: Session, profile: Profile) -> str:
     o = overview_of(session, profile.times)
-    steps = math.gcd(*(g.calls for g in o.graphs)) or 1
+    traced = profile.wall > 0
+    steps = traced and math.gcd(*(g.calls for g in o.graphs)) or 1
+    wall = profile.wall if traced else sum(g.seconds for g in o.graphs)
     rows = ranked(o.rows)
     texts = {r.title: r.text for r in rows if r.text}
     data = {
         "version": flambeau.__version__, "torch": torch.__version__, "machine": machine(o.graphs),
-        "steps": steps, "wall": profile.wall / steps, "busy": profile.busy / steps,
+        "traced": traced, "steps": steps, "wall": wall / steps, "busy": profile.busy / steps,
         "overview": list(lines(o, None)), "speed": o.speed,
         "calls": [[n, (start - profile.calls[0][1]) / 1e3, s * 1e3] for n, start, s in
                   profile.calls[:min(CALLS, len(profile.calls) // steps)]],

@@ -1,4 +1,4 @@
-"""Tables of addresses and lengths in memory, for kernels over many tensors."""
+"""Tables of tensor addresses and lengths in device memory, for kernels that run over many tensors."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from flambeau.ir.program import CHUNK
 from flambeau.targets.base import Target
 
 Column = int | tuple[tuple[int, int], ...]
-# Some words of a table, from the pointers of a call and the addresses of its lists of tensors.
+# Computes some words of a table from the pointers of a call and the addresses in its lists of tensors.
 Part = Callable[[Sequence[int], Sequence[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Table:
-    """What stands in the table of one launch, column after column."""
+    """The content of the table of one launch, column after column."""
 
-    columns: tuple[Column, ...]  # which list of the call; or pointers, as those of a step, of row after row
+    columns: tuple[Column, ...]  # the number of a list of the call; or a (slot, offset) pointer for each row
     lengths: tuple[int, ...]
 
 
 def counts_of(lengths: Sequence[int]) -> list[int]:
-    """How many blocks each row has."""
+    """The number of blocks in each row."""
     return [-(-n // CHUNK) for n in lengths]
 
 
 def sizes_of(lengths: Sequence[int]) -> tuple[int, int]:
-    """The sizes that a kernel along a table takes."""
+    """The two size arguments of a kernel that runs along a table."""
     return 2 * len(lengths) + 1, 2 * sum(counts_of(lengths)) + 1
 
 
 def blocks_of(lengths: Sequence[int]) -> torch.Tensor:
-    """Rows cut into blocks: (row, first element) of each, one after the other."""
+    """Rows split into blocks: the (row, first element) of each block in turn."""
     counts = words(counts_of(lengths))
     rows = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)
     before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
@@ -49,36 +49,35 @@ def words(values: Sequence[int]) -> torch.Tensor:
 
 
 class AddressTables:
-    """The tables of launches that follow each other, in one memory; copied only if they differ from those of the call
-    before.
+    """The tables of consecutive launches, in one memory block; copied only if they changed since the last call.
 
-    On a device each queue and thread has its own memory: a copy waits for the kernels of its queue that still read what
-    was there, and no thread writes between the copy and the launch of another.
+    On a device, each queue and thread has its own block: the copy runs in queue order after kernels that still read the
+    old content, and no other thread can write between the copy and the launch.
     """
 
     def __init__(self, target: Target, device: torch.device, tables: Sequence[Table]) -> None:
         self.target, self.device = target, device
         self.blocks = [blocks_of(t.lengths).to(device) for t in tables]
         self.parts: list[Part] = []
-        self.starts: list[int] = []  # of the tables, in bytes
+        self.starts: list[int] = []  # byte offsets of the tables
         at = 0
         for t in tables:
             self.starts.append(8 * at)
             count = len(t.lengths) * (len(t.columns) + 1)
-            pad = count % 2  # to where an address is a multiple of 16 again, as kernels may assume
+            pad = count % 2  # so that the next address is a multiple of 16 again, as kernels may assume
             self.parts += [*columns_of(t.columns), constant((*t.lengths, *(0,) * pad))]
             at += count + pad
-        self.there: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}  # memory, and what lies there
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # what captured graphs will read again
+        self.there: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}  # by queue and thread: memory and content
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # read again when captured graphs are replayed
 
     def __call__(self, slots: Sequence[int], lists: Sequence[torch.Tensor]) -> tuple[object, ...]:
-        """The memory, which the caller holds for as long as kernels read it, and the addresses of tables and blocks."""
+        """The memory block, which the caller must keep while kernels read it; the addresses of tables and blocks."""
         memory = self.sent(torch.cat([part(slots, lists) for part in self.parts]))
         base = memory.data_ptr()
         return memory, *[x for at, b in zip(self.starts, self.blocks) for x in (base + at, b.data_ptr())]
 
     def sent(self, table: torch.Tensor) -> torch.Tensor:
-        """The same words on the device."""
+        """Copy a table to the device, unless the same words are there already."""
         if self.device.type == "cpu":
             return table
         queue = self.target.queue()
@@ -88,7 +87,7 @@ class AddressTables:
             memory = torch.empty(len(table), dtype=torch.int64, device=self.device)
         elif before is not None and torch.equal(before, table):
             return memory
-        # From pinned memory nothing waits; torch does not reuse it before the copy is done.
+        # A copy from pinned memory does not block; torch does not reuse that memory before the copy is complete.
         pinned = table.pin_memory() if self.device.type == "cuda" else table
         memory.copy_(pinned, non_blocking=True)
         if place is None:
@@ -104,7 +103,7 @@ def constant(values: Sequence[int]) -> Part:
 
 
 def columns_of(columns: Sequence[Column]) -> list[Part]:
-    """Pointers are added up in Python only where those of a column are anybody's, and all such columns at once."""
+    """Parts that compute the columns. Only columns with pointers from several slots are summed in Python, together."""
     parts: list[Part] = []
     for several, found in groupby(columns, lambda c: isinstance(c, tuple) and len({slot for slot, _ in c}) > 1):
         some = list(found)

@@ -1,8 +1,8 @@
 """The executor: turns a Program into a LaunchPlan, a function that launches kernels and makes calls.
 
-The function is written out once as straight-line Python source: no interpretation at run time. Neighbouring
-launches become one native plan over a table of pointers; intermediates of known size live in an arena that
-runs take turns with.
+The function is written once, as straight-line Python source, so nothing is interpreted at run time. Adjacent launches
+become one native plan over a table of pointers. Intermediates of known size live in an arena, which each run has to
+itself while it runs.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from .operator_calls import TENSOR, Prepared, Strided, by_schema, is_constant, o
 from .result_checks import Promises
 from .traffic import moved
 
-LARGE = 16 << 20  # bytes from which a target is told of fresh memory
-HEAVY = 1 << 20  # bytes that are worth a launch of their own, if others can have them afterwards
+LARGE = 16 << 20  # bytes: a target is notified of new allocations of at least this size
+HEAVY = 1 << 20  # bytes: split a plan to free such a buffer before the next such allocation
 
 
 @dataclass(frozen=True)
 class Known:
-    """Of calls that are alike."""
+    """The facts that are known once for many similar calls, and not passed with each call."""
 
-    names: frozenset[str]  # of numbers
-    arguments: int  # those that are given with each call
-    layout: bool  # shape and strides of the results, which are whole buffers with as many elements
+    names: frozenset[str]  # names of the numbers that are known
+    arguments: int  # how many leading arguments each call passes
+    layout: bool  # shape and strides of the results are known; each is a whole buffer with that many elements
 
 
 def write(p: Program, target: str, kernels: Sequence[Source], device: torch.device | None = None,
           promises: Promises | None = None, known: Known | None = None) -> LaunchPlan:
-    """The package of a program, whose kernels have these texts. It runs on `device`, else on the CPU. Its results are
-    compared with `promises`. `known`: what is given once (`LaunchPlan.maker`), and not with every call."""
+    """The package of a program, given the source text of its kernels. It runs on `device` (default: CPU) and checks its
+    results against `promises`. `known`: what is passed once (`LaunchPlan.maker`), and not with every call."""
     w = Writer(p, [k.bounded for k in kernels], promises, get_target(target).addresses, known)
     over = {b.over for b in p.buffers if b.over}
     return LaunchPlan(target, w.source(), tuple(kernels), w.plans, w.constants, tuple(w.views),
@@ -70,35 +70,35 @@ def write(p: Program, target: str, kernels: Sequence[Source], device: torch.devi
 
 
 def executable(p: Program, target: Target, device: torch.device) -> Run:
-    """The run function of a program; CompileError if one of its kernels does not build."""
+    """The run function of a program. Raises CompileError if one of its kernels does not build."""
     with target.on(device):
         sources = target.named(p.kernels, [target.render(k, f"k{i}") for i, k in enumerate(p.kernels)])
     return write(p, target.name, sources, device).load()
 
 
 class Writer:
-    """Writes the source of a program's run function, and the tables of what it names."""
+    """Writes the source of a program's run function, and the tables of objects that the source refers to."""
 
     def __init__(self, p: Program, bounded: Sequence[bool] = (), promises: Promises | None = None,
                  addresses: bool = True, known: Known | None = None) -> None:
         self.p, self.buffers = p, p.places
-        self.addresses = addresses  # what launches take of tensors
+        self.addresses = addresses  # whether launches take addresses, instead of tensors
         self.promises = promises
-        self.bounded = bounded  # which kernels take the extents of their buffers, behind the sizes
+        self.bounded = bounded  # which kernels take the extents of their buffers, after the sizes
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
         self.plans: dict[str, tuple[Step, ...]] = {}
         self.views: list[View] = []
         self.tables: dict[str, tuple[Table, ...]] = {}
-        self.along: dict[tuple[int, int], Table] = {}  # tables that are not written yet, by the slots for them
-        self.lists: dict[str, int] = {}  # what they are filled from
+        self.along: dict[tuple[int, int], Table] = {}  # tables not yet written, by their two slots
+        self.lists: dict[str, int] = {}  # the lists that these tables are filled from
         self.calls: dict[str, Prepared] = {}
         self.slots: dict[str, int] = {}
         self.variables: set[str] = set()
         self.given = known
         self.fixed = {s for s, _ in p.numbers if known is not None and s.name in known.names}
-        self.bound: dict[str, str] = {}  # texts of what follows from those alone, and names
-        self.unknown = {s: host for s, host in p.numbers if s not in self.fixed}  # numbers that are not found yet
+        self.bound: dict[str, str] = {}  # texts that depend on fixed numbers only, and their names
+        self.unknown = {s: host for s, host in p.numbers if s not in self.fixed}  # numbers not yet defined
         self.there: set[str] = set()
 
     def line(self, text: str) -> None:
@@ -140,8 +140,8 @@ class Writer:
         return name
 
     def view(self, v: Value) -> tuple[tuple[Index, ...], Index, bool] | None:
-        """Strides and offset of a value that is not its whole buffer, and whether the offset counts from where the
-        buffer's tensor begins: it may begin inside its storage."""
+        """Strides and offset of a value; None if it is its whole buffer. The flag says whether the offset counts from
+        the buffer's tensor, which may begin inside its storage."""
         b = self.buffers[v.buffer]
         got = strided(v, Buffer(b.name, b.shape, b.dtype, b.strides))
         assert got is not None, f"{v} is not a strided view"
@@ -166,7 +166,7 @@ class Writer:
         return f"{base}.as_strided({self.shape(v.shape)}, {self.shape(strides)}, {at})"
 
     def results(self) -> list[str]:
-        """A result that is returned twice is one object; two that lie in the same place are two."""
+        """Expressions for the results. A value returned twice is one object; two values in one place are two."""
         values = [o for o in self.p.outputs if isinstance(o, Value)]
         named: dict[Value, str] = {}
         for o, times in Counter(values).items():
@@ -241,14 +241,14 @@ class Writer:
         return "\n".join(run)
 
     def compared(self, m: Promises, outs: str) -> str:
-        """The results, once they are known to be what torch was told."""
+        """An expression that checks the results against what torch was promised, and returns them."""
         over = {b.over for b in self.p.buffers}
         donated = self.const(tuple(k for k, name in enumerate(self.p.inputs) if name in over))
         strides = "".join(("None" if s is None else self.shape(s)) + ", " for s in m.strides)
         return f"kept({outs}, held, ({strides}), {self.const(m.results)}, {self.const(m.inputs)}, {donated})"
 
     def seeds(self, names: Sequence[str]) -> None:
-        """All drawn at once by torch's generator of the device, 16 bytes apart: kernels may count on that."""
+        """Draw all seeds in one call of torch's generator for the device, 16 bytes apart, as kernels may assume."""
         if names:
             self.line(f"seeds = draw_seeds({len(names)}, DEVICE)")
         for k, name in enumerate(names):
@@ -256,11 +256,11 @@ class Writer:
             self.line(f"P[{self.slot(name)}] = {where}")
 
     def place(self, name: str) -> None:
-        """A tensor's row of the pointer table."""
+        """Write a tensor's entry in the pointer table."""
         self.line(f"P[{self.slot(name)}] = {name}" + (".data_ptr()" if self.addresses else ""))
 
     def find_numbers(self, ready: Sequence[str]) -> None:
-        """Those that follow from what is there now."""
+        """Define all numbers that can be computed from what is available now."""
         self.there.update(ready)
         while found := [s for s, h in self.unknown.items() if h.needs <= self.there]:
             for s in found:
@@ -287,25 +287,25 @@ class Writer:
             self.place(name)
 
     def is_of(self, name: str, least: int) -> bool:
-        """Whether a buffer may have that many bytes."""
+        """Whether a buffer may have at least that many bytes."""
         size = nbytes(self.buffers[name])
         return size is None or size >= least
 
     def is_result(self, name: str) -> bool:
-        """Whether a buffer is made to be a result, as it is."""
+        """Whether a buffer is allocated to be returned as a result without a view."""
         return self.buffers[name].place == "output" and any(
             isinstance(o, Value) and o.buffer == name and self.view(o) is None for o in self.p.outputs)
 
     def steps(self, launched: set[str]) -> None:
-        """Memory comes when the first step needs it, and goes after the last."""
+        """Write all steps. Each buffer is allocated right before its first step, and freed after its last."""
         p = self.p
-        pending: list[tuple[Step, tuple[str, ...], tuple[str, ...]]] = []  # with its operators, and its buffers
-        sizes: dict[str, int] = {}  # texts
+        pending: list[tuple[Step, tuple[str, ...], tuple[str, ...]]] = []  # each with its operators and its buffers
+        sizes: dict[str, int] = {}  # texts of the plan's sizes, and their slots
         dead: list[str] = []
         lives = lifetimes(p)
         begins: dict[int, list[str]] = {}
         for b in p.buffers:
-            if b.place in ("output", "alloc", "over"):  # one that no step knows, comes last: then all sizes are known
+            if b.place in ("output", "alloc", "over"):  # buffers that no step uses come last, when all sizes are known
                 begins.setdefault(lives[b.name][0] if b.name in lives else len(p.steps), []).append(b.name)
 
         def flush() -> None:
@@ -339,7 +339,7 @@ class Writer:
         at = 0
         for k, step in enumerate(p.steps):
             if isinstance(step, WORK) and step.stream != at:
-                flush()  # before memory comes: it is the current stream's
+                flush()  # before the allocation, which belongs to the current stream
                 at = step.stream
                 self.line(f"set_stream(s{at})")
             begin(k)
@@ -367,7 +367,7 @@ class Writer:
         flush()
 
     def other(self, s: ProgramStep, launched: set[str]) -> None:
-        """A step that is no launch. Streams and events are torch's own objects, whatever the device."""
+        """Write a step that is not a launch. Streams and events are torch's own objects on every device."""
         if isinstance(s, Call):
             self.call(s, launched)
         elif isinstance(s, Copy):
@@ -393,7 +393,7 @@ class Writer:
         return host_text(found, names) if found is not None and found.symbols() <= names.keys() else ""
 
     def extent(self, b: BufferPlan) -> tuple[str, str]:
-        """The first element of a buffer's memory, counted from its pointer, and the end."""
+        """The element range of a buffer's memory, counted from its pointer: first element and end."""
         if b.place in ("arena", "seed"):
             size = nbytes(b) if b.place == "arena" else 16
             assert size is not None
@@ -404,7 +404,7 @@ class Writer:
         return (0, b.offset) if b.place == "arena" else (self.slot(b.name), 0)
 
     def table(self, s: Launch) -> tuple[tuple[tuple[int, int], ...], list[str]]:
-        """A table for a launch: its own two pointers, and the sizes that go with them."""
+        """Register a table for a launch; returns pointers to the table and its blocks, and the sizes."""
         kernel, rows = self.p.kernels[s.kernel], len(s.lengths)
         assert isinstance(kernel, TableKernel)
         columns: list[Column] = []
@@ -415,7 +415,7 @@ class Writer:
                 columns.append(self.lists.setdefault(b.name, len(self.lists)))
             elif each == rows:
                 columns.append(tuple(map(self.pointer, (b, *others))))
-            else:  # one after the other, unless all rows read the same
+            else:  # row after row in one buffer, or the same for all rows
                 counts = counts_of(s.lengths) if kernel.steps().get(p.name, 1) > 1 else [1 if b.shape else 0] * rows
                 slot, first = self.pointer(b)
                 before = accumulate(counts[:-1], initial=0)
@@ -428,7 +428,7 @@ class Writer:
         self.line(f"{self.tensor(c.dst)}.copy_({self.value(c.src)}{', True' if c.fetches else ''})")
 
     def prepared(self, c: Call) -> str | None:
-        """The text of a call of which all is known but its tensors; None if there is more."""
+        """The text of a call whose arguments are all known except for tensors; None if others are unknown."""
         op = c.target if c.out is None else c.out
         if not isinstance(op, OpOverload):
             return None
@@ -448,8 +448,8 @@ class Writer:
         return f"{name}({', '.join(tensors)})"
 
     def known(self, x: Any, kind: str) -> tuple[Any, ...] | None:
-        """An argument as a prepared call has it, and the tensor that goes there."""
-        if kind == "Tensor" and isinstance(x, str):  # a buffer that is written to
+        """An argument as a prepared call stores it, followed by the tensor that fills it; None if it is unknown."""
+        if kind == "Tensor" and isinstance(x, str):  # a buffer that the call writes to
             return TENSOR, self.tensor(x)
         if isinstance(x, Value):
             view = self.view(x)
@@ -487,7 +487,7 @@ class Writer:
             if name in self.buffers:
                 b = self.buffers[name]
                 strides = self.shape(b.strides)
-                if c.outputs is not None:  # not every rule of torch's for the dtypes of several results is right
+                if c.outputs is not None:  # torch's rules for the dtypes of several results are not always right
                     self.line(f"if {name}.dtype is not {b.dtype}: {name} = {name}.to({b.dtype})")
                 self.line(f"if {name}.stride() != {strides}: {name} = fit({name}, {strides})")
                 if name in launched:
@@ -495,7 +495,7 @@ class Writer:
 
 
 def plain_constant(x: Any) -> Any:
-    """Sizes that are known as numbers, and what is several of them as a list."""
+    """Convert constant sizes to numbers, and sequences to lists."""
     if isinstance(x, Index):
         return x.const if x.is_const else x
     return [plain_constant(y) for y in x] if isinstance(x, (list, tuple)) else x

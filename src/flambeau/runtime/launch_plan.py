@@ -1,11 +1,10 @@
-"""A program in its final form: plain data, from which any process can make its run function.
+"""A program in its final form: plain data from which any process can make its run function.
 
     package = executor.write(program, ...)     # when a graph is compiled
     run = package.load()                       # there, in a later process, or out of a file
 
-The function was written out as straight-line Python source: nothing is interpreted at run time. What the
-source names stands beside it in tables: constants, operators, native plans over a table of pointers, views of
-the arena.
+The function is straight-line Python source, so nothing is interpreted at run time. The objects that the source refers
+to are in tables beside it: constants, operators, native plans over a table of pointers, and views of the arena.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from .streams.lookup import (
 from .streams.overlap_choice import chosen
 from .watchers import Part, Watcher, one_by_one, title, watched, watching
 
-DONATED = "donated"  # marks placeholders whose tensors nobody but the graph needs
+DONATED = "donated"  # marks placeholders whose tensors only this graph uses
 
 
-# Numbers by name, shape and strides of the results
+# From the numbers by name, and the results' shape and strides, to the run function.
 Layout = tuple[tuple[int, ...], tuple[int, ...]] | tuple[None, None]
 Maker = Callable[[Mapping[str, int], Layout], Run]
 
@@ -73,8 +72,8 @@ class Step:
 
     kernel: int  # position in LaunchPlan.kernels
     pointers: tuple[tuple[int, int], ...]  # slot of the pointer table (0 is the arena), offset in bytes
-    sizes: tuple[int, ...]  # slots of the plan's size table
-    moved: str = ""  # bytes, a Python expression over the sizes n0, n1, ...; empty where it is not known
+    sizes: tuple[int, ...]  # slots in the plan's size table
+    moved: str = ""  # bytes, as a Python expression over the sizes n0, n1, ...; empty if unknown
 
 
 @dataclass(frozen=True)
@@ -85,21 +84,21 @@ class LaunchPlan:
     plans: dict[str, tuple[Step, ...]] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     views: tuple[View, ...] = ()
-    tables: dict[str, tuple[Table, ...]] = field(default_factory=dict)  # of the launches of one plan
+    tables: dict[str, tuple[Table, ...]] = field(default_factory=dict)  # for the launches of one plan
     calls: dict[str, Prepared] = field(default_factory=dict)
-    slots: int = 1  # of the pointer table
+    slots: int = 1  # of the pointer table, the arena's included
     device: torch.device = torch.device("cpu")
-    graphs: Recordable | None = None  # runs are to be recorded
-    overwritten: tuple[int, ...] = ()  # positions of arguments whose memory results take over
-    fence: Fence | None = None  # the caller's streams, where the program has others
-    beside: LaunchPlan | None = None  # the same on several streams: the first call finds which is faster
+    graphs: Recordable | None = None  # set if runs are to be recorded as CUDA graphs
+    overwritten: tuple[int, ...] = ()  # positions of arguments whose memory results reuse
+    fence: Fence | None = None  # waits between the caller's streams and the program's own streams
+    beside: LaunchPlan | None = None  # the same program on several streams: the first call measures which is faster
 
     def load(self) -> Run:
-        """The run function; kernels come from the cache or are built. CompileError if one does not build."""
+        """The run function, with kernels from the cache or newly built. Raises CompileError if one does not build."""
         return self.bind(self.built(), function_now())
 
     def built(self) -> Mapping[str, Launch | CompileError]:
-        """Its kernels; CompileError if one does not build."""
+        """The kernels by name, once built. Raises CompileError if one does not build."""
         build = self.build()
         kernels = build.wait() if build is not None else {}
         for kernel in kernels.values():
@@ -108,28 +107,28 @@ class LaunchPlan:
         return kernels
 
     def build(self) -> Build | None:
-        """Start to build the kernels, in the background."""
+        """Start to build the kernels in the background."""
         target = get_target(self.target)
         with target.on(self.device):
             return target.build(self.kernels) if self.kernels else None
 
     def maker(self) -> Maker:
-        """Of a package that knows some numbers of its calls (`executor.Known`): the run function for those."""
+        """For a package written with `executor.Known`: a function from numbers and layout to a run function."""
         at = self._scope(self.built())["at"]
         return lambda sizes, layout: self._guarded(at(sizes, *layout))
 
     def bind(self, kernels: Mapping[str, Launch | CompileError], function: Hashable = None) -> Run:
-        """The run function over kernels that are built. `function`: what was compiled, this graph being a part."""
+        """The run function over built kernels. `function` identifies the function that this graph is part of."""
         if self.beside is not None:
             return chosen(self, self.beside, get_target(self.target), kernels, function)
         return self.bound(kernels, function)
 
     def raw(self, kernels: Mapping[str, Launch | CompileError]) -> Run:
-        """The run function, without recordings."""
+        """The run function, without CUDA graph recordings."""
         return self._scope(kernels)["run"]
 
     def bound(self, kernels: Mapping[str, Launch | CompileError], function: Hashable = None) -> Run:
-        """The run function of this one of two."""
+        """The run function of this plan alone, without a choice between two."""
         target, run = get_target(self.target), self.raw(kernels)
         if self.graphs is not None:
             run = recorded(run, target.recorder(), self.graphs, self.device, function)
@@ -187,7 +186,7 @@ class LaunchPlan:
 
 
 def keeping(run: Run, positions: tuple[int, ...]) -> Run:
-    """A backward that takes over what was saved for it, unless it is to run again: then it takes copies."""
+    """Make a backward that reuses its saved tensors' memory run on copies if autograd keeps its graph."""
 
     def run_once(args: list[Any]) -> list[Any]:
         if keeps_graph():
@@ -198,11 +197,11 @@ def keeping(run: Run, positions: tuple[int, ...]) -> Run:
     return run_once
 
 
-# ---- what the source calls -----------------------------------------------------------------------------
+# ---- functions that the generated source calls ---------------------------------------------------------
 
 
 class Held:
-    """A constant tensor of the graph, as a call without arguments."""
+    """A constant tensor held by the graph, wrapped as a call without arguments."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -226,29 +225,29 @@ class Held:
 
 
 def on_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A scalar of the CPU there. As a number it travels with the launch, and nothing waits."""
+    """Move a CPU scalar to a device. It is passed as a number with the launch, so nothing waits for a copy."""
     return torch.full((), t.item(), dtype=t.dtype, device=device)
 
 
 def laid_out(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A copy with these strides, where the tensor is."""
+    """A copy with these strides, on the same device."""
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def draw_seeds(count: int, device: torch.device) -> torch.Tensor:
-    """Two words for each, drawn by torch's generator of the device."""
+    """`count` seeds of two words each, drawn by torch's generator for the device."""
     draw = SEEDS.get(device.type)
     return draw(count, device) if draw else torch.empty((count, 2), dtype=torch.int64, device=device).random_()
 
 
 def word(x: float) -> int:
-    """A number of the run as kernels take it: the bits of a double."""
+    """A float encoded as kernels take it: the bits of a double."""
     found: int = WORD.unpack(DOUBLE.pack(x))[0]
     return found
 
 
 class Arena:
-    """One block of memory and the tensors made over it; a run owns it from start to end."""
+    """A block of memory and the tensors made over it. One run owns it from start to end."""
 
     __slots__ = ("memory", "place", "pointer", "tensors")
 
@@ -260,7 +259,7 @@ class Arena:
 
 
 class ArenaPool:
-    """Arenas that no run is using, by the queue that orders their use. A program takes the largest and grows it."""
+    """Arenas that are free, by the queue that orders their use. A run takes the largest, or allocates a larger one."""
 
     def __init__(self) -> None:
         self.free: dict[Hashable, list[Arena]] = {}
@@ -289,24 +288,24 @@ class ArenaPool:
 
 
 def fit(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A result whose memory order is not the one the capture promised is brought into it."""
+    """Return a result in the promised strides, copied if its memory order differs."""
     if all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), strides, strict=True)) or t.numel() == 0:
         return t.as_strided(t.shape, strides, t.storage_offset())
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
-# Of each step, its operators, and its buffers where their accesses are checked.
+# For each step its operators, and its buffers if their accesses are checked.
 Origins = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
 
 def elements_from(t: torch.Tensor) -> int:
-    """How many there are in memory from a tensor's first on."""
+    """The number of elements in memory from a tensor's first element on."""
     return int(t.untyped_storage().nbytes() // t.dtype.itemsize - t.storage_offset())
 
 
 def check_status(bad: tuple[int, int], origins: Origins, steps: tuple[Step, ...], sizes: tuple[int, ...],
                  sites: Sequence[Sites]) -> None:
-    """Raise what eager raises for the fault of a kernel. (position in the plan, fault)"""
+    """Raise the error that eager raises for the fault of a kernel. `bad`: (position in the plan, fault code)."""
     at, code = bad
     if at < 0:
         error, culprit = error_of(code), "a kernel that was launched before"
@@ -326,9 +325,9 @@ def check_status(bad: tuple[int, int], origins: Origins, steps: tuple[Step, ...]
 
 POOL = ArenaPool()
 WORD, DOUBLE = struct.Struct("=q"), struct.Struct("=d")
-SEEDS: dict[str, Callable[[int, torch.device], torch.Tensor]] = {}  # for devices whose random numbers are ours
+SEEDS: dict[str, Callable[[int, torch.device], torch.Tensor]] = {}  # for devices whose random numbers we generate
 _keys = itertools.count()
-# Names that every source may use.
+# Names available to all generated sources.
 SCOPE: dict[str, Any] = {"torch": torch, "math": math, "POOL": POOL, "check": check_status, "fit": fit, "word": word,
                          "draw_seeds": draw_seeds, "elements_from": elements_from, "kept": kept,
                          "caller_stream": caller_stream, "caller_event": caller_event,

@@ -1,4 +1,4 @@
-"""Memory layout of tensors: whether it has gaps, and copies with the same layout."""
+"""Memory layout of tensors: whether they have gaps, and copies with the same layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def dense(t: torch.Tensor) -> bool:
 
 
 def copied(t: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> torch.Tensor:
-    """A tensor in memory of its own with the same strides, gaps and places that elements share included."""
+    """Copy a tensor into new memory with the same strides, including gaps and overlapping elements."""
     t, dtype, device = t.detach(), dtype or t.dtype, device or t.device
     if t.layout is not torch.strided:
         return t.clone().to(device, dtype)

@@ -1,8 +1,8 @@
-"""Calls of operators in programs: arguments that are known at compile time are converted once.
+"""Operator calls in programs, with the arguments that are known at compile time converted once.
 
-From Python, torch looks at every argument of every call, which takes the host longer than the operator's own way to its
-kernel; views of arguments are calls of their own. A `Prepared` call takes its tensors and nothing else (calls.cpp).
-Until that is compiled, in the background, and where it cannot be, the same is done with what torch offers to Python.
+When called from Python, torch parses every argument of every call, which costs the host more time than the operator
+itself needs to reach its kernel; views of arguments are separate calls. A `Prepared` call takes only its tensors
+(calls.cpp). Until that extension is compiled in the background, or if it cannot be, torch's Python functions are used.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from flambeau.native.build import Background
 from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 
-TENSOR = ...  # stands for a tensor of the call
-# What an argument of a schema may be, by the name of its type.
+TENSOR = ...  # stands for a tensor that is passed at each call
+# The Python types that a schema argument accepts, by the name of its type.
 CONSTANTS: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "number": (int, float), "bool": (bool,), "str": (str,)}
 
@@ -31,7 +31,7 @@ def is_operator(x: object) -> bool:
 
 
 def operator_path(op: Any) -> str:
-    """Where it is found under torch.ops: "aten.mm.out"."""
+    """The path of an operator under torch.ops, such as "aten.mm.out"."""
     return f"higher_order.{op.name()}" if isinstance(op, HigherOrderOperator) else str(op)
 
 
@@ -43,12 +43,12 @@ def operator_named(path: str) -> Any:
 
 
 class Strided(NamedTuple):
-    """A view of a tensor of the call."""
+    """A strided view of a tensor that is passed at each call."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    within: bool  # counts from where the tensor begins, not from where its memory does
+    within: bool  # the offset counts from the tensor's first element, not from its storage
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
         return t.as_strided(self.shape, self.strides, self.offset + (t.storage_offset() if self.within else 0))
@@ -57,8 +57,8 @@ class Strided(NamedTuple):
 @dataclass(frozen=True)
 class Prepared:
     operator: str  # under torch.ops
-    args: tuple[Any, ...]  # all that its schema names, in order
-    outputs: tuple[int, ...] | None  # which results are returned; None: the only one, by itself
+    args: tuple[Any, ...]  # for every argument of the schema, in order
+    outputs: tuple[int, ...] | None  # which results are returned; None: the only one, not in a tuple
 
     def native(self, module: Any, op: OpOverload) -> Callable[..., Any]:
         return module.make(op._schema.name, op._schema.overload_name, self.args, self.outputs)
@@ -79,8 +79,8 @@ class Prepared:
 
 def by_schema(op: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[int] | None
               ) -> list[tuple[Any, Any]] | None:
-    """The arguments of a call in the order of the schema, each with its type; None if something is missing, or if what
-    is to be returned is not a tensor."""
+    """The arguments of a call in schema order, each with its type; None if one is missing, or if a result to be
+    returned is not a tensor."""
     schema = op._schema
     returned = [str(r.type) for r in schema.returns]
     single = outputs is None and returned != ["Tensor"]
@@ -101,7 +101,7 @@ def by_schema(op: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Seq
 
 
 def is_constant(x: Any, kind: str) -> bool:
-    """Whether x is written as a constant of that type."""
+    """Whether x can be stored as a constant of this schema type."""
     if kind.startswith("Optional["):
         return x is None or is_constant(x, kind[9:-1])
     if kind.startswith("List["):
@@ -109,11 +109,11 @@ def is_constant(x: Any, kind: str) -> bool:
     return x is None if kind == "Tensor" else isinstance(x, CONSTANTS.get(kind, ()))
 
 
-# ---- random operators that backward runs again (capture/random_replay.py) --------------------------------
+# ---- random operators that the backward runs again (capture/random_replay.py) ----------------------------
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Of the device's generator; the tensor itself is on the CPU."""
+    """The state of the device's random generator, as a CPU tensor."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
@@ -125,14 +125,14 @@ def set_random_state(new: torch.Tensor, device: torch.device) -> None:
 
 
 def run_and_save(device: torch.device, op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """(the state, then the results)."""
+    """Run a random operator; returns the generator state before it, then the results."""
     before = random_state(device)
     return (before, *_several(op(*args, **kwargs)))
 
 
 def run_with(device: torch.device, before: torch.Tensor, op: Any, *args: Any,
              **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """The results under that state; the generator goes on as if nothing had been drawn."""
+    """Run a random operator from a saved generator state; the generator then continues as if nothing had been drawn."""
     now = random_state(device)
     set_random_state(before, device)
     try:

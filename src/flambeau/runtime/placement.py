@@ -1,7 +1,7 @@
 """Chooses where a graph runs: on the device of its tensors, with that device's target.
 
-A graph may name several devices. It is compiled for one of them; operators on the others are called as they are, and
-scalars on the CPU, which PyTorch lets take part everywhere, are brought over.
+A graph may use several devices. It is compiled for one of them; operators on other devices are called directly, and CPU
+scalars, which PyTorch allows as arguments everywhere, are moved to the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def common_device(tensors: Iterable[Any]) -> torch.device:
-    """The device of most of the tensors, the CPU only if there is no other."""
+    """The device of most tensors; the CPU only if no tensor is elsewhere."""
     count = Counter(t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type not in ("cpu", "meta"))
     return count.most_common(1)[0][0] if count else CPU
 
@@ -30,7 +30,7 @@ def graph_device(gm: fx.GraphModule) -> torch.device:
 
 
 def target_of(device: torch.device, wanted: str | None) -> Target | None:
-    """The target called `wanted`, if it can read the device's memory; else that of the device, if there is one."""
+    """The target called `wanted`, unless it cannot read the device's memory; else the device's own target, if any."""
     own = target_for(device)
     if own is not None and get_target(own).opaque:
         return get_target(own)
@@ -39,13 +39,13 @@ def target_of(device: torch.device, wanted: str | None) -> Target | None:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether what is put there runs on streams."""
+    """Whether work on this device runs on streams."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
 
 
 def movable(t: torch.Tensor) -> bool:
-    """Whether PyTorch lets it meet tensors of any device."""
+    """Whether PyTorch allows the tensor to be mixed with tensors of any device: a scalar on the CPU."""
     return t.device.type == "cpu" and t.dim() == 0
 
 

@@ -1,14 +1,14 @@
-"""Writes objects as plain data and reads them back. Only types of a fixed table are created.
+"""Writes objects as plain data and reads them back. Only types from a fixed table are created.
 
     codec = Codec([Record(LaunchPlan), Record(Step)], enums=[...], values={"as_number": as_number})
-    data = codec.encode(entry)         # Unwritable, with the way to what is not in the table
+    data = codec.encode(entry)         # Unwritable, with the path to anything that is not in the table
     entry = codec.decode(data)         # Malformed, whatever is wrong with the data
 
-The head is JSON. None, booleans, whole numbers and texts stand for themselves; all else is a list whose first element
-says what it is: ["tuple", 1, 2], ["Step", ...] with the fields of that class in their order. Objects of which there is
-one for each value (expressions, indices) stand in a list before the rest, each after those that it is made of, and are
-["ref", k] everywhere else. The bytes of tensors follow the head's line. To decode runs no code but the constructors of
-the table's classes, each with as many values as it has fields, of the types that these are declared with.
+The header is JSON. None, booleans, integers and strings stand for themselves. Everything else is a list whose first
+element names its type: ["tuple", 1, 2], or ["Step", ...] with the fields of that class in order. Interned objects
+(expressions, indices) are listed before the rest, each after the objects it consists of, and appear as ["ref", k]
+everywhere else. The bytes of tensors follow the header line. Decoding runs no code except the constructors of the
+table's classes, which get exactly as many values as they have fields, checked against the declared types.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ import torch
 from .operator_calls import is_operator, operator_named, operator_path
 
 VERSION = 1
-DEPTH = 64  # of lists in lists
-PLAIN = frozenset({type(None), bool, int, str})  # stand for themselves
+DEPTH = 64  # levels of nested lists
+PLAIN = frozenset({type(None), bool, int, str})  # written as themselves
 TORCH = {kind: {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is kind}
          for kind in (torch.dtype, torch.layout, torch.memory_format)}
 
 
 class Unwritable(Exception):
-    """Something that is not in the table."""
+    """Raised for an object whose type is not in the table."""
 
 
 class Malformed(Exception):
-    """Data that no encoder wrote."""
+    """Raised for data that no encoder has written."""
 
 
 class Record:
-    """A class of the table: by default a dataclass or named tuple, with all its fields.
+    """A class in the table: by default a dataclass or named tuple, with all its fields.
 
-    `instead` gives fields the value that is written in place of theirs; `after` names attributes that are set when the
-    object is made.
+    `instead` maps fields to the value that is written in place of theirs; `after` names attributes that are set once
+    the object is constructed.
     """
 
-    shared = False  # there is one object for each value
+    shared = False  # whether equal values are one object
 
     def __init__(self, kind: Any, instead: Mapping[str, Any] | None = None, after: Sequence[str] = ()) -> None:
         self.kind, self.name = kind, kind.__name__
@@ -62,7 +62,8 @@ class Record:
         return [self.instead[f] if f in self.instead else getattr(x, f) for f in (*self.fields, *self.after)]
 
     def parts(self, x: Any) -> Iterable[Any]:
-        """Of a shared object: those of its kind in it, each after those in itself, and it last. Chains may be long."""
+        """The objects of this class inside a shared object, each after its own parts, and the object itself last.
+        Chains may be too long for recursion."""
         return (x,)
 
     def make(self, values: Sequence[Any]) -> Any:
@@ -83,7 +84,7 @@ class Record:
 
 
 class Attributes(Record):
-    """A class whose constructor takes just these attributes."""
+    """A class whose constructor takes exactly these attributes."""
 
     def __init__(self, kind: type, shared: bool = False, /, **fields: Any) -> None:
         self.kind, self.name, self.fields, self.instead, self.after = kind, kind.__name__, tuple(fields), {}, ()
@@ -111,7 +112,7 @@ class Codec:
             return Reader(self, data).whole()
         except Malformed:
             raise
-        except Exception as error:  # of a constructor, which found the values impossible
+        except Exception as error:  # a constructor rejects the values
             raise Malformed(f"{type(error).__name__}: {error}") from error
 
     @staticmethod
@@ -127,8 +128,8 @@ class Writer:
         self.codec = codec
         self.tensors: dict[int, tuple[int, torch.Tensor, list[Any]]] = {}  # by identity
         self.storages: dict[int, tuple[int, str, bytes]] = {}
-        self.places: dict[int, int] = {}  # of shared objects, by identity
-        self.shared: list[tuple[Any, Any]] = []  # they, and their data
+        self.places: dict[int, int] = {}  # index of each shared object, by identity
+        self.shared: list[tuple[Any, Any]] = []  # shared objects, and their data
 
     def whole(self, x: Any) -> bytes:
         root = self.value(x, "", 0)
@@ -206,7 +207,7 @@ def name_of(x: Any) -> str:
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements lie between the first of a tensor and its last, both included."""
+    """The number of elements in memory from a tensor's first element to its last, both included."""
     return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
@@ -359,11 +360,11 @@ READERS: dict[str, Callable[[list[Any], Reader, int], Any]] = {
 
 
 def hints_of(kind: type, fields: Sequence[str]) -> list[Any]:
-    """The declared types of a class's fields; Any for one that only a type checker can look up."""
+    """The declared types of a class's fields; Any for a type that is only imported for type checkers."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         for name, hint in vars(base).get("__annotations__", {}).items():
-            hint = getattr(hint, "__forward_arg__", hint)  # as a named tuple has it
+            hint = getattr(hint, "__forward_arg__", hint)  # named tuples store a forward reference
             if name in fields:
                 found[name] = hint_in(base.__module__, hint) if isinstance(hint, str) else hint
     return [found.get(name, Any) for name in fields]
@@ -378,7 +379,7 @@ def hint_in(module: str, hint: str) -> Any:
 
 
 def checker(hint: Any) -> Callable[[Any], bool]:
-    """Whether a value is of a declared type."""
+    """A function that says whether a value has a declared type."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         several = [checker(a) for a in args]

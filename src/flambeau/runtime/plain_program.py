@@ -36,7 +36,7 @@ class Expressions(Attributes):
 
 
 NUMBER = int | None
-# There is one object for each value of these.
+# Interned types: equal values are one object.
 INTERNED = (
     Attributes(Sym, True, name=str, extent=Index | None, lo=NUMBER, hi=NUMBER),
     Attributes(Op, True, kind=str, a=Index, b=Index, lo=NUMBER, hi=NUMBER),
@@ -44,12 +44,12 @@ INTERNED = (
     Attributes(Index, True, terms=tuple[tuple[tuple[Atom, ...], int], ...], const=int),
     Expressions(Expr, True, op=str, dtype=torch.dtype, args=tuple[Expr, ...], attr=Any),
 )
-# All dataclasses of four modules, and some of others.
+# All dataclasses of four modules, and some from others.
 OURS = [kind for module in (attention, program, launch_plan, source) for kind in vars(module).values()
         if is_dataclass(kind) and kind.__module__ == module.__name__]
 RECORDS = (*INTERNED, Attributes(Held, tensor=torch.Tensor), *map(Record, (
     *OURS, Value, Host, Combine, Level, Fold, Bound, Table, Prepared, Strided, Recordable)))
-FUNCTIONS = (on_device, laid_out, run_and_save, run_with, send, fetch)  # that a program may call, by their names
+FUNCTIONS = (on_device, laid_out, run_and_save, run_with, send, fetch)  # functions that a program may call, by name
 
 
 def names(*values: Any) -> dict[str, Any]:
@@ -62,12 +62,12 @@ def codec() -> Codec:
 
 
 def to_plain(p: Program) -> bytes:
-    """Unwritable, if it calls something that is known to this process alone."""
+    """Encode a program. Raises Unwritable if it calls a function that only this process knows."""
     return codec().encode(p)
 
 
 def from_plain(data: bytes) -> Program:
-    """Malformed, if no program was written so."""
+    """Decode a program. Raises Malformed if the data is not one."""
     made = codec().decode(data)
     if not isinstance(made, Program):
         raise Malformed(f"it is a {type(made).__name__}")

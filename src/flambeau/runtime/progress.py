@@ -24,7 +24,7 @@ Count = Callable[[], tuple[int, int]]  # how much is done, and of how much
 
 
 class _Terminal:
-    """One bar for whatever compiles, each with a line of its own, from two seconds after the first began."""
+    """One progress display for all compilations, with a line for each, shown two seconds after the first one began."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -45,7 +45,7 @@ class _Terminal:
 
     def show(self, bar: Progress) -> None:
         with self.lock:
-            if bar is self.bar:  # else it ended just now
+            if bar is self.bar:  # otherwise it has just ended
                 bar.start()
 
     def refresh(self, bar: Progress) -> None:
@@ -65,7 +65,7 @@ class _Terminal:
 
 
 def new_bar(refresh: Callable[[Progress], None]) -> Progress:
-    # Imported here: most processes do without.
+    # Imported here, because most processes never show a bar.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -83,7 +83,7 @@ _TERMINAL = _Terminal()
 
 @contextmanager
 def progress(what: str, total: int = 1, count: Count | None = None) -> Iterator[Callable[[], None]]:
-    """What is yielded counts one of `total` as done; or `count` says how far it is."""
+    """Show progress; the yielded function counts one of `total` as done. Alternatively `count` reports the progress."""
     done = [0]
 
     def step() -> None:

@@ -22,11 +22,11 @@ MASKS = (torch.bool, torch.uint8)
 
 @dataclass(frozen=True)
 class Recordable:
-    """What of a program matters here; plain data that goes along with its package."""
+    """The facts about a program that matter for recording, as plain data stored with its package."""
 
     label: str
     steps: int
-    written: tuple[int, ...]  # positions of the arguments that it writes to
+    written: tuple[int, ...]  # positions of the arguments that the program writes to
     obstacle: str = ""  # why it cannot be recorded
     backward: bool = False
 
@@ -43,13 +43,13 @@ def recordable(p: Program, gm: fx.GraphModule, device: torch.device) -> Recordab
 
 
 def writes(p: Program) -> Iterator[str]:
-    """The buffers that its steps write to."""
+    """The buffers that a program's steps write to."""
     for s in p.steps:
         yield from (name for name, written in accesses(s, p.kernels).items() if written)
 
 
 def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[str]:
-    """Why a program is not recorded."""
+    """The reasons why a program cannot be recorded."""
     if not p.steps:
         yield "nothing is launched"
     if any(isinstance(s, Synchronize) for s in p.steps):
@@ -60,7 +60,7 @@ def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[
             if isinstance(op, HigherOrderOperator):
                 yield f"{op.name()} runs on the host"
             elif isinstance(op, OpOverload):
-                if not facts(op).known:  # it may do anything, and a capture that fails is costly
+                if not facts(op).known:  # its effects are unknown, and a failed capture is costly
                     yield f"{op} is an operator from outside of torch"
                 elif facts(op).waits:
                     yield f"{op} makes the host wait for data"

@@ -1,21 +1,21 @@
 """Records compiled graphs as CUDA graphs after a warm-up, and replays them: options={"graphs": True}.
 
-A recording holds addresses. So of every argument it is known how it reaches the recording:
+A recording contains fixed addresses. So for every argument there is a rule for how it reaches the recording:
 
 | argument | is | because |
 |---|---|---|
-| parameter, buffer, whatever the graph writes to | bound: at another address it is another recording | it stays |
+| parameter, buffer, whatever the graph writes to | bound: another address needs another recording | it stays |
 | a result of another recording | bound in the same way | it lies where that recording puts it |
 | any other tensor | copied into memory of our own before each replay | it moves |
 | number | part of the recording | kernels got it as a value |
 
-Results lie in memory of the recording, and the next replay overwrites them. While somebody holds one of them, the
-recording rests. If it is a small part of them (an output, where what the backward needs is free again), it is given
-out as a copy from then on; else (gradients that accumulate, a second forward before the backward) there will be another
-recording. Intermediates of a recording share memory with later recordings, results of those included: while somebody
-holds one of these, it rests as well. So of several recordings that fit, the first one is taken: the order in which a
-step goes through its recordings becomes the order in which they were made.
-What cannot be recorded runs as it would without: the reason is counted, and `flambeau.debug.recordings()` lists it.
+Results lie in memory of the recording, and the next replay overwrites them. While the caller holds one of them, the
+recording must not be replayed. If the held part is small (an output, when what the backward needs is free again), it is
+returned as a copy from then on. Otherwise (gradients that accumulate, a second forward before the backward) another
+recording is made. Intermediates of a recording share memory with later recordings, including their results: while the
+caller holds a result of a later recording, the earlier one must not be replayed either. So if several recordings fit,
+the first one is used, and a step goes through its recordings in the order in which they were made. A graph that cannot
+be recorded runs normally: the reason is counted, and `flambeau.debug.recordings()` lists it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from . import tensor_lists
 from .recordable import Recordable
 from .tensor_lists import Watch
 
-FEWEST = 2  # steps, if arguments are to be copied: to replay a graph takes the host as long as to launch a kernel
-MOST_SIZES = 8  # of which one graph has recordings
-MOST_ALIKE = 3  # that differ in nothing, because results of the others are in use
-SMALL = 0.5  # part of the bytes of all results
-MOST_COPIED = 256 << 20  # bytes of arguments: to copy more takes longer than to launch
-MOST_WARM = 1024  # combinations of addresses that were seen once
-RESTS = 64  # calls, and four for each recording, after which one that was not used is dropped
+FEWEST = 2  # steps, if arguments must be copied: replaying a graph costs the host as much as launching one kernel
+MOST_SIZES = 8  # sizes for which one graph may have recordings
+MOST_ALIKE = 3  # recordings that differ in nothing, made because results of the others are in use
+SMALL = 0.5  # share of the bytes of all results
+MOST_COPIED = 256 << 20  # bytes of arguments: copying more takes longer than launching
+MOST_WARM = 1024  # address combinations that were seen once
+RESTS = 64  # calls (or four for each recording, if that is more) after which an unused recording is dropped
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-STATIC = "_dynamo_static_input_type"  # Dynamo's mark on parameters and buffers, and torch's on what users promise
+STATIC = "_dynamo_static_input_type"  # Dynamo's mark on parameters and buffers; torch's on promised ones
 
 
 # ---- one recording ---------------------------------------------------------------------------------------
@@ -59,39 +59,39 @@ STATIC = "_dynamo_static_input_type"  # Dynamo's mark on parameters and buffers,
 
 @dataclass
 class Result:
-    """How a result of a replay is given out."""
+    """Where a result of a replay comes from."""
 
-    owned: torch.Tensor | None  # in the recording's memory
-    argument: int = -1  # or memory of this argument
+    owned: torch.Tensor | None  # a tensor in the recording's memory
+    argument: int = -1  # or in the memory of this argument
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
-    offset: int = 0  # from the beginning of the argument
+    offset: int = 0  # from the beginning of the argument, in elements
     value: Any = None  # or a number
-    same_as: int = -1  # or an earlier result, once more
+    same_as: int = -1  # or the same object as an earlier result
 
 
 class Take:
-    """One recording with what it is bound to, what is copied for it, and where its results are."""
+    """One recording: the addresses it is bound to, the arguments copied for it, and where its results are."""
 
     def __init__(self, bound: dict[int, int], copies: list[tuple[int, torch.Tensor]], made: Recording,
                  inputs: list[Any], device: torch.device) -> None:
-        self.bound = bound  # positions of arguments that are results of other recordings: their addresses
+        self.bound = bound  # by position: addresses of arguments that are results of other recordings
         self.copies = copies
         self.made = made
         moving = {k for k, _ in copies}
         self.staying, self.moving = [k for k in range(len(inputs)) if k not in moving], sorted(moving)
-        self.watches: tuple[Watch, Watch] | None = None  # over both, if all are tensors
+        self.watches: tuple[Watch, Watch] | None = None  # over staying and moving arguments, if all are tensors
         self.given: Hashable = None
-        self.last = 0  # call that used it
+        self.last = 0  # the number of the last call that used it
         self.number = next(_made)
         starts = {x.untyped_storage().data_ptr(): k for k, x in reversed(list(enumerate(inputs)))
                   if isinstance(x, torch.Tensor) and x.numel()}
         first = {id(x): k for k, x in reversed(list(enumerate(made.results))) if isinstance(x, torch.Tensor)}
         self.results = [Result(None, same_as=first[id(x)]) if first.get(id(x), k) < k else given_out(x, inputs, starts)
                         for k, x in enumerate(made.results)]
-        # An argument that is a result as well belongs to somebody else: a recording that held it, would keep it in use.
+        # An argument that is also a result belongs to the caller: holding it here would keep it in use.
         made.results = [r.owned for r in self.results]
-        # Everybody who holds a result holds its storage. Counted when nobody but the recording does.
+        # Whoever holds a result holds its storage. Count the references while only the recording has any.
         owned: dict[int, list[int]] = {}
         for k, r in enumerate(self.results):
             if r.owned is not None:
@@ -99,7 +99,7 @@ class Take:
         self.storages = [(cdata, storage_use_count(cdata), ks) for cdata, ks in owned.items()]
         self.bytes = {k: r.owned.untyped_storage().nbytes() for k, r in enumerate(self.results) if r.owned is not None}
         self.addresses = [r.owned.data_ptr() for r in self.results if r.owned is not None and r.owned.numel()]
-        # What was sent to the host is not there yet when a replay returns: only the device can read it in time.
+        # A copy to the host may be incomplete when a replay returns: only the device can read it in order.
         self.sent = frozenset(k for k, r in enumerate(self.results)
                               if r.owned is not None and r.owned.device.type != device.type)
         self.scalars = frozenset(k for k, r in enumerate(self.results) if r.owned is not None and r.owned.numel() == 1)
@@ -107,13 +107,13 @@ class Take:
         weakref.finalize(self, RESIDENT.subtract, self.addresses).atexit = False
 
     def expect(self, args: list[Any], given: Hashable) -> None:
-        """Calls like this one are meant for it."""
+        """Remember this call, so that the next one like it is recognized quickly."""
         self.given = given
         if self.watches is None and all(type(x) in tensor_lists.PLAIN for x in args):
             self.watches = Watch([[args[k] for k in self.staying]]), Watch([[args[k] for k in self.moving]])
 
     def is_meant(self, args: list[Any], given: Hashable) -> bool:
-        """Whether a call is like that one; if not, which one it was is forgotten."""
+        """Whether a call is like the remembered one; if not, forget that one."""
         if self.watches is None or self.given != given:
             return False
         staying, moving = self.watches
@@ -125,21 +125,22 @@ class Take:
         return False
 
     def rank(self) -> tuple[int, int]:
-        """Which of several is taken: one that little is copied for; then the first, since those made after it can be
-        replayed while its results are in use, but not the other way round."""
+        """The sort key among several fitting recordings: first the one with the fewest copies, then the oldest. Later
+        ones can be replayed while its results are in use, but not the other way round."""
         return len(self.copies), self.number
 
     def fits(self, args: list[Any]) -> bool:
         return all(args[k].data_ptr() == address for k, address in self.bound.items())
 
     def in_use(self) -> list[int]:
-        """Results of the last replay that somebody holds."""
+        """Results of the last replay that the caller still holds."""
         count = storage_use_count
         return [k for cdata, alone, ks in self.storages if count(cdata) > alone for k in ks]
 
     def is_free(self, place: Hashable) -> bool:
-        """Whether a replay overwrites nothing that somebody holds: its own results, or those of later recordings, which
-        may lie where it computes. Those of earlier ones lay there when it was made, so it leaves them alone."""
+        """Whether a replay overwrites nothing that the caller holds: neither its own results, nor those of later
+        recordings, which may lie where it computes. Results of earlier ones were in place when it was made, so it does
+        not touch them."""
         if self.in_use():
             return False
         with _GIVEN_LOCK:
@@ -158,7 +159,7 @@ class Take:
         copied = (copied | self.scalars) - self.sent
         for k, r in enumerate(self.results):
             if r.owned is not None:
-                # `data` has a version of its own: what was done to the results of earlier replays is not its past.
+                # `data` has its own version counter, so in-place writes to results of earlier replays do not affect it.
                 out.append(r.owned.clone() if k in copied else r.owned.data)
             elif r.same_as >= 0:
                 out.append(out[r.same_as])
@@ -171,15 +172,15 @@ class Take:
         return out
 
 
-RESIDENT: Counter[int] = Counter()  # addresses of results of recordings
-# By the memory they share: recordings whose results somebody may hold, in the order they were made.
+RESIDENT: Counter[int] = Counter()  # reference counts of the addresses of recordings' results
+# By shared memory pool: recordings whose results the caller may hold, in the order in which they were made.
 GIVEN: dict[Hashable, list[Take]] = {}
 _GIVEN_LOCK = threading.Lock()
 _made = itertools.count()
 
 
 def is_resident(x: torch.Tensor) -> bool:
-    """Whether it is a result of a recording."""
+    """Whether a tensor is a result of a recording."""
     return RESIDENT[TensorBase.data_ptr(x)] > 0
 
 
@@ -198,7 +199,7 @@ def given_out(x: Any, inputs: list[Any], starts: dict[int, int]) -> Result:
 
 
 def elements(x: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Sizes and strides, of what is copied: where elements overlap, of all memory from the first to the last."""
+    """Sizes and strides for copying: if elements overlap, those of all memory from the first to the last element."""
     shape, strides = x.shape, x.stride()
     return ((reach(shape, strides),), (1,)) if overlapping(shape, strides) else (shape, strides)
 
@@ -208,40 +209,40 @@ def elements(x: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
 
 @dataclass
 class Tally:
-    """What became of the calls of a graph."""
+    """Counts what happened to the calls of a graph."""
 
     label: str
     calls: int = 0
     replayed: int = 0
     recorded: Counter[str] = field(default_factory=Counter)  # why each recording was made
-    uncaptured: Counter[str] = field(default_factory=Counter)  # why calls ran as they are
+    uncaptured: Counter[str] = field(default_factory=Counter)  # why calls ran without a recording
     copied: int = 0  # bytes of arguments, in the last replay
 
 
-RECORDED: weakref.WeakSet[Recorded] = weakref.WeakSet()  # every graph of which there may be recordings
+RECORDED: weakref.WeakSet[Recorded] = weakref.WeakSet()  # every graph that may have recordings
 _numbers = itertools.count()
 
 
 class Recorded:
-    """A run function, from recordings of it."""
+    """A run function that records its calls and replays the recordings."""
 
     def __init__(self, run: Run, recorder: Recorder | None, what: Recordable, device: torch.device,
                  function: Hashable = None) -> None:
         self.run, self.recorder, self.device = run, recorder, device
         self.steps, self.written = what.steps, frozenset(what.written)
         self.off = what.obstacle if recorder is not None else f"nothing is recorded on {device.type}"
-        self.takes: dict[Hashable, list[Take] | str] = {}  # an empty list: it was called once; a text: why not
-        self.missed: set[Hashable] = set()  # where results of other recordings were, once
+        self.takes: dict[Hashable, list[Take] | str] = {}  # empty list: called once; text: the reason for no recording
+        self.missed: set[Hashable] = set()  # addresses of other recordings' results that were seen once
         self.sizes: set[Hashable] = set()
-        self.memory: dict[Hashable, torch.Tensor] = {}  # that arguments are copied into; replays take turns
-        self.copied: set[int] = set()  # results that are given out as copies
-        self.guides: tuple[int, ...] = ()  # positions of an argument that stays, and of a result of another recording
-        self.meant: dict[tuple[int, ...], list[Take]] = {}  # by their addresses: what was used
+        self.memory: dict[Hashable, torch.Tensor] = {}  # arguments are copied here; replays take turns with it
+        self.copied: set[int] = set()  # results that are returned as copies
+        self.guides: tuple[int, ...] = ()  # positions of an argument that stays and of another recording's result
+        self.meant: dict[tuple[int, ...], list[Take]] = {}  # by the addresses of the guides: recordings that were used
         self.tally = Tally(what.label)
         self.lock = threading.RLock()
         self.number = next(_numbers)
-        # What belongs to one function shares memory; results of others that somebody holds are no concern of it. Nor
-        # are gradients, which add up over several backwards, a concern of the forwards between them.
+        # The graphs of one function share memory, and do not depend on whether results of other functions are held.
+        # Forwards and backwards are separate, as gradients accumulate over several backwards, with forwards in between.
         self.group: Hashable = ("graph", self.number) if function is None else (function, what.backward)
         RECORDED.add(self)
         if not self.off:
@@ -266,7 +267,8 @@ class Recorded:
         return self.run(args)
 
     def key(self, args: list[Any], given: tuple[Hashable, ...]) -> tuple[Hashable, Hashable]:
-        """Where parameters and what is written to are; and everything that has a size, or is a number."""
+        """The addresses of parameters and written arguments together with all sizes and numbers; and the sizes by
+        themselves."""
         where: list[int] = []
         sizes: list[Any] = [*given]
         for k, x in enumerate(args):
@@ -284,7 +286,7 @@ class Recorded:
         return k in self.written or type(x) is torch.nn.Parameter or hasattr(x, STATIC)
 
     def from_recording(self, args: list[Any], place: Hashable) -> list[Any] | str:
-        """The results; or why this call runs as it is."""
+        """The results of a replay; or the reason why this call runs without a recording."""
         assert self.recorder is not None
         given = (place, torch.is_inference_mode_enabled())
         take = None
@@ -296,7 +298,7 @@ class Recorded:
             if isinstance(found, str):
                 return found
             take = found
-        if take.last:  # else it was made just now, and has run
+        if take.last:  # otherwise it was made just now, and has run
             self.recorder.check()
             bring(args, take.copies)
             take.made.replay()
@@ -310,14 +312,14 @@ class Recorded:
         return tuple(TensorBase.data_ptr(args[k]) for k in self.guides)
 
     def find(self, args: list[Any], given: tuple[Hashable, ...]) -> Take | str:
-        """The recording for a call, a new one if need be; or why there is none."""
+        """A recording for this call, made now if necessary; or the reason why there is none."""
         key, sizes = self.key(args, given)
         takes = self.takes.get(key)
         if takes is None:
             return self.warm(key, sizes, args)
         if isinstance(takes, str):
             return takes
-        if count_dispatch_modes():  # in one of its own, AOTAutograd looks at first calls
+        if count_dispatch_modes():  # AOTAutograd observes first calls with a dispatch mode of its own
             return "a dispatch mode wants to see the operators"
         bound = self.results_of_others(args)
         fitting = sorted((t for t in takes if t.fits(args)), key=Take.rank)
@@ -327,7 +329,7 @@ class Recorded:
         if take is not None:
             return self.remember(take, args, given)
         if takes and not exact and self.is_new((key, tuple(bound.items()))):
-            # Of a forward that ran as it is for once, what it saved is elsewhere for once.
+            # If a forward ran without a recording once, its saved tensors have other addresses just that once.
             return next((t for t in fitting if t.is_free(where)), "results of other recordings moved")
         why = self.why(takes, exact, sizes)
         made = self.record(args, key, sizes, exact, bound)
@@ -337,7 +339,7 @@ class Recorded:
         return self.remember(made, args, given)
 
     def remember(self, take: Take, args: list[Any], given: Hashable) -> Take:
-        """Calls like this one are recognized at once."""
+        """Remember which recording this call used, so that the next call like it finds it quickly."""
         take.expect(args, given)
         meant = self.meant.setdefault(self.hint(args), [])
         if take not in meant:
@@ -358,7 +360,7 @@ class Recorded:
                 if isinstance(x, torch.Tensor) and not self.is_anchor(k, x) and is_resident(x)}
 
     def warm(self, key: Hashable, sizes: Hashable, args: list[Any]) -> str:
-        """The first call of its kind runs as it is: kernels are compiled, libraries choose theirs."""
+        """Let the first call of a kind run normally: kernels are compiled, and libraries choose theirs."""
         idle = [k for k, takes in self.takes.items() if not takes or isinstance(takes, str)]
         if len(idle) >= MOST_WARM:
             del self.takes[idle[0]]
@@ -367,17 +369,17 @@ class Recorded:
         return refusal or ("warm-up: parameters moved" if sizes in self.sizes else "warm-up")
 
     def refusal(self, x: Any, name: str) -> str:
-        """Why no recording can have this argument."""
+        """The reason why a recording cannot take this argument; empty if it can."""
         if not isinstance(x, torch.Tensor):
             return "" if isinstance(x, int | float | None) else f"{name} is a {type(x).__name__}"
         if type(x) not in PLAIN or x.layout is not torch.strided or x.is_neg() or x.is_conj():
             return f"{name} is no plain tensor: {type(x).__name__}"
         elsewhere = f"{name} is on {x.device}: its contents would be part of the recording"
-        # What a forward sent to the host lies where its recording puts it.
+        # A tensor that a forward's recording sent to the host always has the same address.
         return "" if x.device == self.device or (x.device.type == "cpu" and x.is_pinned()) else elsewhere
 
     def why(self, takes: list[Take], fitting: list[Take], sizes: Hashable) -> str:
-        """Why there is no recording to replay."""
+        """The reason for making a new recording."""
         if fitting:
             return "results of earlier calls are in use"
         if takes:
@@ -414,7 +416,7 @@ class Recorded:
         with torch.no_grad():
             for k, x in tensors.items():
                 if k not in moving:
-                    # The recording's own tensor: the caller's may be given other memory (`.data = `).
+                    # The recording needs a tensor of its own: the caller's may get other memory (`.data = `).
                     inputs[k] = x.data
                     continue
                 memory = self.static(key, k, x)
@@ -424,7 +426,7 @@ class Recorded:
             self.recorder.settle()
             try:
                 made = self.recorder.record(self.run, inputs, self.group)
-            except Exception as e:  # whatever does not let itself be captured, runs without
+            except Exception as e:  # a graph that cannot be captured runs without
                 self.off = f"recording failed: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
                 return self.off
         self.tally.copied = bytes_moved
@@ -440,7 +442,7 @@ class Recorded:
         return take
 
     def static(self, key: Hashable, k: int, x: torch.Tensor) -> torch.Tensor:
-        """Memory for an argument that moves: recordings of one place are replayed one after the other."""
+        """Memory for an argument that moves. Recordings in one place share it, as they are replayed in turn."""
         place = key[1][0]  # type: ignore[index]
         which = (place, k, x.dtype, reach(x.shape, x.stride()), torch.is_inference_mode_enabled())
         if which not in self.memory:
@@ -460,14 +462,14 @@ class Recorded:
 
 
 def function_now() -> Hashable:
-    """The function that Dynamo is compiling."""
+    """An identifier of the function that Dynamo is compiling; None outside of a compilation."""
     compiling = CompileContext.current_compile_id()
     return None if compiling is None else compiling.frame_id
 
 
 def recorded(run: Run, recorder: Recorder | None, what: Recordable, device: torch.device,
              function: Hashable) -> Callable[..., Any]:
-    """A plain function around it, as AOTAutograd's wrappers want."""
+    """Wrap a Recorded in a plain function, as AOTAutograd's wrappers require."""
     calls = Recorded(run, recorder, what, device, function)
 
     def replayed(args: list[Any]) -> list[Any]:

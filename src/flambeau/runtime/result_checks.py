@@ -1,6 +1,6 @@
-"""Checks the results of a graph against torch's metadata: their strides, and which share memory.
+"""Checks the results of a graph against torch's metadata: their strides, and which of them share memory.
 
-With the setting `verify` a program compares its results with that before it returns them.
+With the setting `verify`, a program makes this check before it returns its results.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flambeau.torch_compat.streams import NUMBERS
 
 @dataclass(frozen=True)
 class Promises:
-    strides: tuple[tuple[Index, ...] | None, ...]  # of each result; None: no tensor
-    results: tuple[int, ...]  # the number of its memory
-    inputs: tuple[int, ...]  # the same of the tensors among the arguments
+    strides: tuple[tuple[Index, ...] | None, ...]  # of each result; None if it is not a tensor
+    results: tuple[int, ...]  # an identifier of the memory of each result
+    inputs: tuple[int, ...]  # the same for each tensor argument
 
 
 def promises_of(gm: fx.GraphModule, index: Callable[[Any], Index]) -> Promises:
-    """By the metadata that torch captured with the graph, whose tensors share memory as eager's would."""
+    """The strides and memory sharing in the metadata that torch captured with the graph, which follows eager."""
     memory: dict[int, int] = {}
 
     def number(t: Any) -> int:
@@ -43,13 +43,13 @@ def promises_of(gm: fx.GraphModule, index: Callable[[Any], Index]) -> Promises:
 
 def kept(results: list[Any], inputs: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...] | None],
          numbers: Sequence[int], given: Sequence[int], donated: Sequence[int]) -> list[Any]:
-    """The results, if they are as promised. Memory of inputs that nobody else needs may be anybody's."""
+    """Return the results if they match the promises. Results may use the memory of donated inputs freely."""
     tensors = [(f"result {k}", t, n) for k, (t, n) in enumerate(zip(results, numbers, strict=True)) if n >= 0]
     for (name, t, _), wanted in zip(tensors, [s for s in strides if s is not None], strict=True):
         if t.stride() != wanted:
             raise PromiseError(f"{name} has strides {t.stride()}, but torch expects {wanted}", shapes=[t.shape])
     owners = [(f"input {k}", t, n) for k, (t, n) in enumerate(zip(inputs, given, strict=True)) if k not in donated]
-    # Inputs may share memory with each other, which torch was not told.
+    # Inputs may share memory with each other without torch knowing.
     same = {n: {m for _, other, m in owners if is_one(t, other)} for _, t, n in owners}
     for k, (name, t, n) in enumerate(tensors):
         for other, u, m in [*tensors[:k], *owners]:

@@ -1,7 +1,7 @@
-"""Lists of tensors that come again at every step: whether they changed, and where their memory is now.
+"""Watches lists of tensors that recur at every step: whether they changed, and where their memory is now.
 
-Thousands of tensors are looked at in one pass of C++ (lists.cpp), which is compiled in the background while the first
-kernels are. Where nothing can be compiled, the same is done with what torch offers to Python, five times slower.
+One pass of C++ (lists.cpp) checks thousands of tensors. It is compiled in the background while the first kernels are.
+Where nothing can be compiled, torch's Python functions do the same, five times slower.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Watch:
         self.counts = [len(tensors) for tensors in lists]
         self.addresses = torch.zeros(sum(self.counts), dtype=torch.int64, device="cpu")
         self.by_list = self.addresses.split(self.counts)
-        self.moves = 0  # how often something moved
+        self.moves = 0  # how many checks found an address changed
         module = native()
         self._kinds = PythonKinds(tuple(lists)) if module is None else NativeKinds(module, tuple(lists))
         if not self.check(lists):
             raise AssertionError("lists that differ from themselves")
 
     def check(self, lists: Sequence[list[torch.Tensor]]) -> bool:
-        """Whether these are such lists; if so, addresses are theirs from now on."""
+        """Whether the lists match in everything except addresses; if so, remember their addresses."""
         found = self._kinds.check(tuple(lists), self.addresses)
         self.moves += found == MOVED
         return bool(found != OTHER)
 
     def apart(self) -> bool:
-        """Whether no two tensors share memory, and none is without."""
+        """Whether no two tensors share memory, and each has some."""
         return bool(self._kinds.apart(self.addresses))
 
 
@@ -93,7 +93,7 @@ def changed(tensors: list[torch.Tensor]) -> None:
 
 
 def numbers(scalars: list[torch.Tensor], addresses: torch.Tensor) -> list[float]:
-    """Scalars on the CPU of one dtype, with their addresses; one if all are equal."""
+    """The values of CPU scalars of one dtype, given with their addresses; a single value if all are equal."""
     module = native()
     if module is not None and scalars[0].dtype in (torch.float32, torch.float64):
         return module.numbers(addresses.data_ptr(), len(scalars), scalars[0].element_size())
@@ -114,5 +114,5 @@ EXTENSION = Background("lists", "the watch over lists of tensors", open_extensio
 
 
 def native() -> Any:
-    """The extension, when it is there; None where there cannot be one."""
+    """The extension, once it is compiled; None where it cannot be."""
     return EXTENSION.wait()

@@ -1,6 +1,6 @@
-"""Counts the bytes that a launch has to move: each buffer once, however often it is read.
+"""Counts the bytes that a launch must move: each buffer once, however often it is read.
 
-It is the floor of a kernel's time: no kernel is done before its bytes have come over the bus once.
+This is a lower bound of a kernel's time, because each byte must cross the memory bus at least once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flambeau.ir.program import AnyKernel, BufferPlan, Launch, TableKernel
 
 
 def moved(launch: Launch, kernel: AnyKernel, places: Mapping[str, BufferPlan]) -> Index | None:
-    """Bytes, over sizes of the run; None where only the lists that the launch is given say."""
+    """The bytes of a launch, over the run's sizes; None if only the lists passed to the launch determine them."""
     if isinstance(kernel, TableKernel):
         steps, elements = kernel.steps(), sum(launch.lengths)
         each = [-(-elements // steps[p.name]) * p.dtype.itemsize for p in kernel.columns if p.name in steps]
@@ -31,5 +31,5 @@ def moved(launch: Launch, kernel: AnyKernel, places: Mapping[str, BufferPlan]) -
 
 
 def elements_of(b: BufferPlan) -> Index:
-    """How many a buffer has in memory: dimensions that were expanded count once."""
+    """The number of elements of a buffer in memory: expanded dimensions count once."""
     return product(n if not (s.is_const and s.const == 0) else ONE for n, s in zip(b.shape, b.strides, strict=True))

@@ -1,6 +1,6 @@
 """Hooks around programs and launches: NVTX ranges (FLAMBEAU_NVTX=1), and the watchers of flambeau.debug.
 
-Asked once, where a program is bound: without a watcher, nothing is left of it in a call.
+The hooks are looked up once, when a program is bound: without a watcher, a call has no overhead.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What a watcher stands around: a program, one of its launches (`step`), or a call of an operator."""
+    """The object that a watcher wraps: a program, one of its launches (`step`), or an operator call."""
 
     plan: LaunchPlan
     title: str
-    where: str = ""  # of a launch or call: the name that runs it in the source, and the position there
+    where: str = ""  # for a launch or call: the name that runs it in the source, and the position there
     step: Step | None = None
 
 
 Watcher: TypeAlias = Callable[[Part, Callable[..., Any]], Callable[..., Any]]
 WATCHERS: list[Watcher] = []
-BOUND: WeakSet[Any] = WeakSet()  # what holds the function of a program, and can bind it again
+BOUND: WeakSet[Any] = WeakSet()  # objects that hold the run function of a program, and can bind it again
 
 
 def bind_anew() -> None:
-    """There are other watchers now than when programs were bound."""
+    """Bind all programs again, because the watchers have changed since they were bound."""
     for holder in list(BOUND):
         holder.bind_again()
 
@@ -47,7 +47,7 @@ def watching(device: torch.device) -> list[Watcher]:
 
 
 def look_on() -> None:
-    """With FLAMBEAU_DEBUG, what runs in this process is shown at its end. By name: that stands above the doors."""
+    """With FLAMBEAU_DEBUG, start the report shown at process end. Imported by name, as it is a higher layer."""
     if config.debug:
         import_module("flambeau.debug.levels").start()
 
@@ -67,7 +67,7 @@ def ranged(push: Callable[[str], Any], pop: Callable[[], Any]) -> Watcher:
 
 
 def title(names: Sequence[str]) -> str:
-    """Of a program with these kernels."""
+    """The title of a program with these kernels."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return names[0] + more if names else "flambeau, no kernel"
 
@@ -79,7 +79,7 @@ def watched(watchers: Sequence[Watcher], part: Part, call: Callable[..., Any]) -
 
 
 def one_by_one(launches: Sequence[Plan]) -> Plan:
-    """Plans of one launch each, where otherwise one native call makes them all."""
+    """Run plans of one launch each in turn, where normally one native call makes all launches."""
 
     def run(pointers: Any, sizes: Any) -> Any:
         for at, launch in enumerate(launches):

@@ -1,4 +1,4 @@
-"""Attention as kernels: which of them there are, and how much of its mask is told by where rows begin and end."""
+"""Shapes attention nodes into kernels, and extracts bounds on rows and columns from their masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTEGERS = (torch.int64, torch.int32)
 
 def shape_attention(n: Attention, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities,
                     typical: Mapping[Sym, int]) -> list[AttentionKernel]:
-    """The kernels that compute a node, in their order."""
+    """The kernels that compute a node, in order."""
     ones = {v: ZERO for v in (*n.batch, n.group) if v.size is ONE}
 
     def fix(e: Expr) -> Expr:
@@ -37,7 +37,7 @@ def shape_attention(n: Attention, buffers: dict[str, Buffer], stored: set[str], 
         body = replace(node, gradient=asked_of(node, stores))
         accesses = [*((e.attr[0], e.attr[1][0], False) for e in loads(*body.exprs())), *((*s, True) for s in stores)]
         params = params_of(accesses, buffers)
-        # What is added up in memory starts there as zero, and so does what points write to where the mask holds.
+        # Buffers that are accumulated into start as zero, and so do those that are only written where the mask holds.
         cleared = tuple(start_of(name, buffers[name]) for name, _ in stores if name in n.names[3:])
         sizes = sizes_of(body, [a for _, a in stores] + [v.size for c in cleared for v in c[1]], below + since)
         return AttentionKernel(role, body, below, since, rest, stores, cleared, params, sizes,
@@ -51,7 +51,7 @@ def shape_attention(n: Attention, buffers: dict[str, Buffer], stored: set[str], 
 
 
 def asked_of(n: Attention, stores: Sequence[tuple[str, Index]]) -> Gradient | None:
-    """The gradient without what is captured and not among these."""
+    """The gradient, restricted to the captured values that are stored."""
     if n.gradient is None:
         return None
     names = {name for name, _ in stores}
@@ -60,13 +60,13 @@ def asked_of(n: Attention, stores: Sequence[tuple[str, Index]]) -> Gradient | No
 
 
 def start_of(name: str, b: Buffer) -> tuple[str, tuple[Sym, ...], Index]:
-    """A buffer, the variables of its elements and where these lie."""
+    """A buffer to clear, with the variables of its elements and their position in it."""
     vars = dim_vars(b.shape, "z")
     return name, vars, b.place(as_indices(vars))
 
 
 def sizes_of(n: Attention, stores: Sequence[Index], limited: Sequence[Limit]) -> tuple[Sym, ...]:
-    """Run-time sizes that the kernel needs."""
+    """The run-time sizes that the kernel needs."""
     indices = [*stores, *(x.offset for x in limited), *(i for e in walk(*n.exprs()) for i in e.own_indices())]
     indices += [v.size for v in n.vars]
     free = frozenset[Sym]().union(*(i.symbols() for i in indices))
@@ -77,9 +77,9 @@ def sizes_of(n: Attention, stores: Sequence[Index], limited: Sequence[Limit]) ->
 
 
 def limits(n: Attention) -> tuple[tuple[Limit, ...], tuple[Limit, ...], Expr | None]:
-    """The mask apart: columns below which limits, from which limits on, and what else must hold. Limits move along with
-    the row, or not at all; so blocks that lie beyond them need no look at the mask. Where a list says which blocks are
-    computed, it says that too."""
+    """Split the mask: upper bounds of the column, lower bounds, and the remaining condition. A bound is constant or
+    moves with the row, so blocks beyond it can be skipped without evaluating the mask. If there is a list of blocks to
+    compute, the list covers all bounds."""
     below: list[Limit] = []
     since: list[Limit] = []
     rest: Expr | None = None
@@ -93,13 +93,13 @@ def limits(n: Attention) -> tuple[tuple[Limit, ...], tuple[Limit, ...], Expr | N
 
 
 def limit(c: Expr, n: Attention) -> tuple[bool, Limit] | None:
-    """A condition as `column < limit`, or `column >= limit`, if it is one."""
+    """A condition as `column < limit` (True) or `column >= limit` (False); None if it is not one."""
     if c.op not in ("lt", "le", "gt", "ge") or c.args[0].dtype not in INTEGERS:
         return None
     a, b = (plain(x, n) for x in c.args)
     if a is None or b is None:
         return None
-    # In all cases: rest >= 0.
+    # All cases are brought into the form: rest >= 0.
     rest = b - a if c.op in ("lt", "le") else a - b
     rest = rest - 1 if c.op in ("lt", "gt") else rest
     along, down = rest.coefficient(n.column), rest.coefficient(n.row)
@@ -113,7 +113,7 @@ def limit(c: Expr, n: Attention) -> tuple[bool, Limit] | None:
 
 
 def plain(e: Expr, n: Attention) -> Index | None:
-    """An integer as an index: of variables, or of whatever is the same for all rows and columns."""
+    """An integer expression as an index over variables and values that are the same for all rows and columns."""
     inner = e.args[0] if e.op == "cast" and e.args[0].dtype in INTEGERS else e
     if inner.op == "index":
         return as_index(inner.attr)

@@ -1,8 +1,8 @@
 """Reuses memory for results: a new value of an input overwrites the old one, and a large result overwrites a buffer
 that is no longer read.
 
-A kernel can do so if it reads the old value at the very place it writes, and before. Memory that a caller gave away
-(tensors saved for this backward) is as good as our own.
+A kernel can do so if it reads the old value at the very place that it writes, and before it writes. Memory that a
+caller donates (tensors saved for this backward) can be reused like our own.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from flambeau.ir.program import (
 from .loop_nests import is_empty
 from .memory import ProgramDraft, lifetimes, nbytes
 
-HEAVY = 1 << 20  # bytes of a result that is worth it
+HEAVY = 1 << 20  # bytes: smaller results are not worth it
 
 # ---- an input's new value --------------------------------------------------------------------------------
 
 
 def write_mutations(p: ProgramDraft, graph: Graph) -> None:
-    """New values of inputs: written there by the kernels that compute them, else copied at the end."""
-    users: dict[str, list[int]] = {}  # the steps that read or write a buffer, or what a call made of its memory
+    """Update inputs: the kernels that compute new values write them in place, or they are copied at the end."""
+    users: dict[str, list[int]] = {}  # the steps that read or write a buffer or a call's view of it
     lies_in: dict[str, set[str]] = {}
     for k, step in enumerate(p.steps):
         read = buffers_read(step)
@@ -60,8 +60,8 @@ def write_mutations(p: ProgramDraft, graph: Graph) -> None:
 
 
 def write_in_place(p: ProgramDraft, graph: Graph, name: str, v: Value, users: dict[str, list[int]]) -> bool:
-    """Let the kernel that computes an input's new value write it straight into that input, where nobody needs the
-    old value any more: the kernel itself may read it, at the very place it writes and not in a later stage."""
+    """Let the kernel that computes an input's new value write it straight into that input, if no later step needs the
+    old value. The kernel itself may read it, at the very place that it writes and not in a later stage."""
     b, target = graph.buffers[v.buffer], graph.buffers[name]
     if not v.is_whole(b) or b.strides != target.strides:
         return False
@@ -72,7 +72,7 @@ def write_in_place(p: ProgramDraft, graph: Graph, name: str, v: Value, users: di
         return False
     at, launch = makers[0]
     made = p.kernels[launch.kernel]
-    if isinstance(made, (AttentionKernel, TableKernel)):  # programs read what others write
+    if isinstance(made, (AttentionKernel, TableKernel)):  # their programs read memory that others write
         return False
     kernel = in_place(made, name, v.buffer)
     if kernel is None:
@@ -91,7 +91,7 @@ def write_in_place(p: ProgramDraft, graph: Graph, name: str, v: Value, users: di
 
 
 def in_place(k: Kernel, name: str, new: str) -> Kernel | None:
-    """The kernel in a form in which `new` may be the memory of its input `name`, if there is one."""
+    """A form of the kernel in which `new` may share the memory of its input `name`; None if there is none."""
     if isinstance(k, LoopKernel):
         return held(k, name, new) if reads_before_write(k, name, new) else None
     if isinstance(k, ContractKernel):
@@ -106,14 +106,14 @@ def in_place(k: Kernel, name: str, new: str) -> Kernel | None:
         at = dict(k.stores)[new]
         return k if all(e.attr[1][0] is at for e in loads(*k.exprs) if e.attr[0] == name) else None
     places = (a.expr for a in k.address.atoms() if isinstance(a, Dyn))
-    own = k.address if k.unique else None  # a point that alone writes an element may read it before
+    own = k.address if k.unique else None  # if only one point writes an element, it may read it first
     if any(e.attr[0] == name for e in loads(*places, *(() if k.mask is None else (k.mask,)))) \
             or any(e.attr[0] == name and e.attr[1][0] is not own for e in loads(k.value)):
         return None
     start = [] if k.init is None else [e for e in loads(k.init) if e.attr[0] == name]
     if not start:
         return k
-    # What it starts from lies there already.
+    # The initial values are in that memory already.
     return replace(k, init=None) if start == [k.init] and start[0].attr[1][0] is k.init_address else None
 
 
@@ -128,7 +128,7 @@ def reads_before_write(k: LoopKernel, name: str, new: str) -> bool:
 
 
 def held(k: LoopKernel, name: str, new: str) -> LoopKernel:
-    """The same kernel; what it reads of `name` where it also writes `new`, it reads before it writes anything."""
+    """The kernel with its reads of `name`, in the stage that writes `new`, moved before all writes."""
     t, writer = next((t, i) for t, items in enumerate(k.stages) for i in items if new in i.names)
     reads = [e for i in k.stages[t] for e in loads(*i.exprs) if e.attr[0] == name]
     if not reads or writer is k.stages[t][-1]:
@@ -153,12 +153,12 @@ def renamed(x: Any, old: str, new: str) -> Any:
     return type(x)(renamed(y, old, new) for y in x) if isinstance(x, (list, tuple)) else x
 
 
-# ---- over what nobody reads any more ---------------------------------------------------------------------
+# ---- results over buffers that are no longer read --------------------------------------------------------
 
 
 def write_over(p: ProgramDraft, donated: Collection[str], most: int | None) -> None:
-    """Give large results the memory of what their kernel reads last. What lies in the arena (that is, of no more bytes
-    than `most`) need not be asked: its places are taken in turns anyway."""
+    """Give large results the memory of buffers that their kernel is the last to read. Buffers in the arena (of at most
+    `most` bytes) are left out, because their places are reused anyway."""
     lives = lifetimes(p)
     calls = [s for s in p.steps if isinstance(s, Call) and s.aliases]
     shared = {n for s in calls for n in s.names} | {v.buffer for s in calls for v in values_in((s.args, s.kwargs))}
@@ -178,7 +178,7 @@ def write_over(p: ProgramDraft, donated: Collection[str], most: int | None) -> N
         names = dict(zip(step.args, (x.name for x in made.params), strict=True))
         new = [a for a, x in zip(step.args, made.params, strict=True) if x.written and lives[a][0] == k
                and p.buffers[a].place in ("arena", "alloc", "output") and (nbytes(p.buffers[a]) or 0) >= HEAVY]
-        # What the kernel itself writes and reads again, as a row that is too long to be kept, is nobody's old memory.
+        # Excludes buffers that the kernel writes and reads again (a row that is too long to be kept in registers).
         read = [a for a, x in zip(step.args, made.params, strict=True) if not x.written]
         for a in new:
             for old in read:
@@ -194,8 +194,8 @@ def write_over(p: ProgramDraft, donated: Collection[str], most: int | None) -> N
 
 
 def fills(new: BufferPlan, old: BufferPlan) -> bool:
-    """Whether one has the other's elements, one for one. A result that is returned is that other itself: a view of it
-    would be one to autograd as well."""
+    """Whether the buffers have the same elements, one for one. A returned result must be the old buffer itself, because
+    a view of it would be a view to autograd too."""
     if new.place == "output" and (old.place == "input" or (new.shape, new.strides) != (old.shape, old.strides)):
         return False
     count = nbytes(new)

@@ -1,8 +1,8 @@
-"""What joins a contraction's kernel beyond maps: a second product of the same factor, and reductions of the results.
+"""Fuses more than maps into a contraction's kernel: a second product with a common factor, and reductions of results.
 
 Two products with a common factor that one map reads together, as in a gated unit, become one contraction of two sums. A
-reduction of results is done tile by tile: `Partial` gives one value for each `SLOT` rows or columns, and a kernel after
-it reduces those. Where that does not come together with the contraction, it is a plain reduction in pieces.
+reduction of results is done tile by tile: `Partial` produces one value for each `SLOT` rows or columns, and a later
+kernel reduces those. If it does not end up in the contraction's kernel, it is an ordinary split reduction.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from flambeau.ir.nodes import (
 
 from .split_reductions import cut
 
-SLOT = 64  # rows or columns that share a value: every tile has a multiple of them
+SLOT = 64  # rows or columns per value: every tile size is a multiple of it
 
 
 # ---- two products ----------------------------------------------------------------------------------------
 
 
 def join_products(graph: Graph) -> None:
-    """Contractions that one map reads together, and that have a factor in common, as one node."""
+    """Merge contractions that share a factor and are read by the same map into one node."""
     made = {name: n for n in graph.nodes if isinstance(n, Contract) for name in n.names}
     readers = Counter(name for n in graph.nodes for name in n.reads() & made.keys())
     for reader in [n for n in graph.nodes if isinstance(n, Pointwise)]:
@@ -47,7 +47,7 @@ def join_products(graph: Graph) -> None:
 
 
 def joined(a: Contract, b: Contract) -> Contract | None:
-    """The two as one, if both have the same points and read a factor in the same way, and b does not wait for a."""
+    """The two as one contraction; None unless they have the same points, share a factor, and b does not depend on a."""
     if a.factors is None or b.factors is None or a.axes != b.axes or set(a.names) & b.reads() \
             or [v.size for v in a.vars] != [v.size for v in b.vars] or a.combine != b.combine \
             or (a.tf32, a.promoted, a.ragged, b.ragged) != (b.tf32, b.promoted, None, None):
@@ -64,11 +64,11 @@ def joined(a: Contract, b: Contract) -> Contract | None:
 
 # ---- reductions ------------------------------------------------------------------------------------------
 
-Place = tuple[Contract, tuple[Sym, ...], tuple[Index, ...]]  # of a value: whose points it has, and which, by its own
+Place = tuple[Contract, tuple[Sym, ...], tuple[Index, ...]]  # a value's contraction, variables, and point in it
 
 
 def reduce_by_tiles(graph: Graph) -> None:
-    """Reductions over all rows or all columns of what a contraction, and maps after it, compute."""
+    """Do reductions over all rows or columns of a contraction's results, or of maps of them, tile by tile."""
     places: dict[str, Place] = {}
     nodes: list[Node] = []
     for n in graph.nodes:
@@ -85,7 +85,7 @@ def reduce_by_tiles(graph: Graph) -> None:
 
 
 def place_of(n: Pointwise | Reduce, places: dict[str, Place]) -> tuple[Contract, tuple[Index, ...]] | None:
-    """The contraction whose results a node reads, at one of them for each of its points; None if it does otherwise."""
+    """The contraction that a node reads at exactly one point for each of its own; None if it reads otherwise."""
     found = set()
     for e in loads(*n.exprs()):
         if e.attr[0] in places:
@@ -95,7 +95,7 @@ def place_of(n: Pointwise | Reduce, places: dict[str, Place]) -> tuple[Contract,
 
 
 def by_tiles(graph: Graph, n: Reduce, contract: Contract, at: tuple[Index, ...]) -> list[Node] | None:
-    """A reduction in two steps, the first of which may join the contraction."""
+    """Split a reduction into two steps, the first of which may be fused into the contraction's kernel."""
     parts = [[v for v in n.vars if v in i.symbols()] for i in at]
     placed = zip(parts, at, contract.kept, strict=True)
     if any(flat(vars) is not i or volume(vars) is not k.size for vars, i, k in placed) \
@@ -109,8 +109,8 @@ def by_tiles(graph: Graph, n: Reduce, contract: Contract, at: tuple[Index, ...])
     sides = [[k for k in contract.kept if k.size is not ONE and k in one and k not in other]
              for one, other in ((left, right), (right, left))]
     if any(len(side) != 1 for side in sides):
-        return None  # several variables are the rows: slots of them would not be those of a tile
-    # Over the points of the contraction: whole slots of rows and columns, and of a batch each by itself.
+        return None  # rows are several variables: their slots would not match those of a tile
+    # Over the contraction's points: rows and columns in slots of SLOT, batch variables unsplit.
     vars = dim_vars([k.size for k in contract.kept])
     ones = {v: as_index(0) for v in n.vars if v.size is ONE}
     mapping = ones | {v: i for w, of in zip(vars, parts, strict=True)
@@ -126,7 +126,7 @@ def by_tiles(graph: Graph, n: Reduce, contract: Contract, at: tuple[Index, ...])
     assert isinstance(plain, Reduce)
     tiled = Partial(plain.names, vars, frozenset(d for d in axes if contract.kept[d] in own), n.combine, over.inputs,
                     plain, origin=n.origin, inlined=n.inlined)
-    # The second step has the results as they were asked for.
+    # The second step produces the original results.
     final = dim_vars([*(v.size for v in n.kept), *(cuts[vars[d]][0] for d in sorted(axes))])
     kept, pieces = dict(zip(n.kept, as_indices(final), strict=False)), iter(as_indices(final[len(n.kept):]))
     index = [next(pieces) if d in axes else flat(of).subs(kept) for d, of in enumerate(parts)]

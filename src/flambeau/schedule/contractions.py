@@ -1,4 +1,4 @@
-"""Contractions as kernels: which are tiled, how deep ones are split, and the roles of their variables."""
+"""Shapes contractions into kernels: which are tiled, how deep ones are split, and the roles of their variables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .loop_nests import (
 
 
 def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
-    """What cannot be tiled becomes an ordinary reduction; what sums long over few results is cut into pieces."""
+    """Turn contractions that cannot be tiled into ordinary reductions, and split long sums with few results."""
     nodes: list[Node] = []
     for n in graph.nodes:
         if isinstance(n, Contract) and n.ragged is not None:
@@ -59,30 +59,30 @@ def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
 
 
 def is_multiplied(n: Contract, caps: Capabilities) -> bool:
-    """Whether the machine can multiply what the factors are, before they are widened for the sum."""
+    """Whether the machine can multiply the factors' dtypes, as they are before they are widened for the sum."""
     assert n.factors is not None
     kinds = [unscaled(f)[0].dtype for f in n.factors]
     return caps.multiplies is None or all(f.dtype in caps.multiplies for f in n.factors) or (
         kinds[0] is kinds[1] and kinds[0] in caps.multiplies)
 
 
-# ---- pieces of long sums ---------------------------------------------------------------------------------
+# ---- splitting long sums ---------------------------------------------------------------------------------
 
 
 def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
-    """The contraction, or one over each part of one of its summed variables and the sum of those, in order: of the one
-    that gives the most parts. Of what is contiguous, parts are to be whole lines.
+    """Split a contraction over parts of one summed variable, and add the parts in order. The variable with the most
+    parts is chosen; if it is contiguous in a factor, parts should be whole cache lines. [n] if it does not pay.
 
-    Sizes of the run count as those that the graph was captured with; how long a part is follows from them."""
+    Run-time sizes count as at capture; the length of a part follows from the actual sizes."""
     assert n.factors is not None
     if graph.policy.exact and not all(v.size.is_const for v in n.vars):
-        return [n]  # or rounding would depend on the sizes that came first
+        return [n]  # otherwise rounding would depend on the sizes seen first
 
     def many(vars: Sequence[Sym]) -> int:
         return about(volume(vars), graph.typical, 0)
 
     if any(scale is not None for e in n.factors for scale in unscaled(e)[1:]):
-        return [n]  # scales of blocks, which no piece may read beyond
+        return [n]  # scales are per block, and a part must not read beyond its blocks
     left, right = (e.symbols() for e in n.factors)
     rows, columns = (many([v for v in n.kept if v in one and v not in other])
                      for one, other in ((left, right), (right, left)))
@@ -97,7 +97,7 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
         return [n]
     size = longest.size
     pieces, length = as_index(most), ceildiv(size, as_index(most))
-    if many([longest]) >= even * most:  # parts begin where wide reads can
+    if many([longest]) >= even * most:  # so that wide loads can start at each part
         length = ceildiv(length, as_index(even)) * even
     if size.is_const:
         pieces = ceildiv(size, length)
@@ -124,7 +124,7 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
 
 
 def ended(e: Expr, there: Expr) -> Expr:
-    """A factor that is zero elsewhere: before it is widened, since what it was is what machines multiply."""
+    """A factor masked to zero beyond the end, below its widening cast, as machines multiply the narrow dtype."""
     if e.op == "cast":
         return Expr("cast", e.dtype, (ended(e.args[0], there),))
     return where(there, masked(e, there), const(0, e.dtype))
@@ -155,7 +155,7 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tu
         split_dims(d, [batch, rows, columns, depth])
         batch, rows, columns = (merge(order(vars, d, None), d) for vars in (batch, rows, columns))
         depth = merge(inside_first(depth, d), d)
-    # NestDraft.substitute has renamed what was merged.
+    # NestDraft.substitute has renamed the merged variables, so read the factors again.
     factors, items = list(d.items[0].exprs), [i for i in d.items[1:] if i.combine is None]
     if ragged is None and cost(d, factors[1], rows, columns, depth, t) > cost(d, factors[0], columns, rows, depth, t):
         factors[::2], factors[1::2], rows, columns = factors[1::2], factors[::2], columns, rows
@@ -178,7 +178,7 @@ def shape_contract(g: Group, buffers: dict[str, Buffer], stored: set[str], t: Tu
 
 def tile_sides(m: Member, rows: Sequence[Sym], columns: Sequence[Sym], buffers: dict[str, Buffer]
                ) -> tuple[Index | None, Index | None]:
-    """The steps between slots of rows and of columns in what a reduction leaves; None: it is not over them."""
+    """The strides between slots of rows and of columns in a partial reduction's buffer; None for a side not reduced."""
     n, steps = m.node, buffers[m.node.names[0]].strides
     assert isinstance(n, Partial) and steps is not None
     found = {frozenset(m.mapping[v].symbols()): steps[d] for d, v in enumerate(n.vars) if d in n.axes}
@@ -186,7 +186,7 @@ def tile_sides(m: Member, rows: Sequence[Sym], columns: Sequence[Sym], buffers: 
 
 
 def ragged_role(r: Ragged, m: Member, rows: Sequence[Sym], columns: Sequence[Sym]) -> RaggedRole:
-    """Which side of the product comes in parts. Its variables keep their order: together they say where a part is."""
+    """Which side of the product is ragged. Its variables keep their order, because together they index into a part."""
     of = m.mapping[r.var].symbols()
     along = "rows" if of & {*rows} else "columns" if of & {*columns} else "depth"
     part = m.mapping[r.part].atom() if r.part in m.mapping else r.part
@@ -195,8 +195,8 @@ def ragged_role(r: Ragged, m: Member, rows: Sequence[Sym], columns: Sequence[Sym
 
 
 def roles(d: NestDraft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
-    """Rows, columns and batch. A factor that is the same along a variable (its step in memory is zero) does not depend
-    on it; what neither depends on is what the product as it was `asked` for says."""
+    """Classify variables as rows, columns and batch. A factor with stride zero along a variable does not depend on it.
+    If neither factor does, the product as originally written (`asked`) decides."""
     left, right = (e.symbols() for e in d.items[0].exprs[:2])
     before, after = (e.symbols() for e in asked.args)
     rows: list[Sym] = []
@@ -209,15 +209,15 @@ def roles(d: NestDraft, asked: Expr) -> tuple[list[Sym], list[Sym], list[Sym]]:
 
 
 def inside_first(depth: list[Sym], d: NestDraft) -> list[Sym]:
-    """Summed variables that are contiguous in a factor go inside, so that lines of memory are read at once; innermost
-    is that of the first factor that has one."""
+    """Order the summed variables: those that are contiguous in a factor go innermost, so that whole lines are read at
+    once; the last one is that of the first factor that has one."""
     found = {v: None for e in loads(*d.items[0].exprs) for v in depth if e.attr[1][0].coefficient(v) is ONE}
     return [*(v for v in depth if v not in found), *reversed(found)]
 
 
 def cost(d: NestDraft, right: Expr, rows: Sequence[Sym], columns: Sequence[Sym], depth: Sequence[Sym], t: Tuning
          ) -> int:
-    """Of a kernel with these columns, which are vectors: they should be many, and next to each other in memory."""
+    """The cost of a kernel with these columns, which become vectors: they should be many, and contiguous in memory."""
     high, wide, deep = (size_of(vars, 1024) for vars in (rows, columns, depth))
     work = -(-high // t.tile_high) * t.tile_high * (-(-wide // t.tile_wide) * t.tile_wide) * deep
     if is_deep(right, columns, depth):

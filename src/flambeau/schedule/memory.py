@@ -1,4 +1,4 @@
-"""The memory plan: lifetimes of buffers, and a place in one memory block for each intermediate of known size."""
+"""Plans memory: lifetimes of buffers, and a place in one memory block for each intermediate of known size."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flambeau.ir.program import (
     values_in,
 )
 
-ALIGN = 256  # libraries choose their kernels by what they may assume of pointers, up to this much
+ALIGN = 256  # libraries choose kernels by the alignment of pointers, up to this much
 
 
 @dataclass
 class ProgramDraft:
-    """A program while passes change it."""
+    """A program that passes are still changing."""
 
     kernels: list[AnyKernel]
     steps: list[Step]
@@ -34,7 +34,7 @@ class ProgramDraft:
     notes: list[str] = field(default_factory=list)
 
     def finished(self, graph: Graph | Program) -> Program:
-        """As the program of a graph, or of another program's arguments."""
+        """The finished program, with the inputs of a graph or of another program."""
         steps = (replace(s, args=frozen(s.args), kwargs=frozen(s.kwargs)) if isinstance(s, Call) else s
                  for s in self.steps)
         return Program(tuple(graph.inputs), tuple(graph.arguments or graph.inputs), tuple(dict(graph.numbers).items()),
@@ -49,7 +49,7 @@ def frozen(x: Any) -> Any:
 
 
 def lifetimes(p: Program | ProgramDraft) -> dict[str, tuple[int, int]]:
-    """First and last step of each buffer; what the caller gets lives past the end."""
+    """The first and last step of each buffer; outputs live past the end."""
     out: dict[str, tuple[int, int]] = {}
     for k, step in enumerate(p.steps):
         names = buffers_read(step)
@@ -65,28 +65,28 @@ def lifetimes(p: Program | ProgramDraft) -> dict[str, tuple[int, int]]:
 
 
 def nbytes(b: BufferPlan) -> int | None:
-    """Bytes a dense buffer spans, None if not known before the run."""
+    """The bytes that a buffer spans; None if not known before the run."""
     top = span(b)
     return top.const * b.dtype.itemsize if top.is_const else None
 
 
 def span(b: BufferPlan) -> Index:
-    """Elements from the first to the last."""
+    """The number of elements from a buffer's first to its last."""
     if any(n.is_const and n.const == 0 for n in b.shape):
         return as_index(0)
     return sum(((n - 1) * s for n, s in zip(b.shape, b.strides, strict=True)), as_index(1))
 
 
 def plan_memory(p: ProgramDraft, most: int | None = None, apart: Callable[[str, str], bool] | None = None) -> None:
-    """Give arena buffers their offsets: largest first, at the lowest place free during their whole life. Those of more
-    bytes than `most` are allocated by themselves. `apart`: whether the lives of two are, if the list of steps does not
-    tell, as steps of several streams overlap."""
+    """Assign offsets to arena buffers: largest first, at the lowest place free during their whole life. Buffers of more
+    than `most` bytes are allocated separately. `apart`: whether the lifetimes of two buffers are disjoint, if steps of
+    several streams overlap, so that the list of steps does not tell."""
     lives = lifetimes(p)
     arena = [b for b in p.buffers.values() if b.place == "arena"]
     known = []
     for b in arena:
         size = nbytes(b)
-        # A tensor over the arena is made once: its sizes have to be known too, not only their product with a zero.
+        # Tensors over the arena are made once, so all their sizes must be known, and not just a zero product.
         fixed = all(x.is_const for x in (*b.shape, *b.strides))
         if size is None or not fixed or b.name not in lives or (most is not None and size > most):
             p.buffers[b.name] = replace(b, place="alloc")

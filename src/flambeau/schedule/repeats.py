@@ -1,10 +1,10 @@
 """Finds repeated parts of a sequence, to cut a long program so that equal parts are compiled once.
 
 A program is a sequence of tokens; equal tokens are equal operators on equal kinds of operands. Its regions are
-stretches of it, so no order ever changes, whatever the operators do to memory or to random numbers. The search is
-greedy: of all stretches that occur several times without overlap, the one that saves the most work comes first, and
-what is left is searched again. A repeated stretch may begin anywhere within its period, and is cut where that costs
-the least: `costs` says what each place costs, infinity where nothing may be cut.
+contiguous stretches, so no order ever changes, whatever the operators do to memory or to random numbers. The search is
+greedy: of all stretches that occur several times without overlap, the one that saves the most work comes first, and the
+rest is searched again. A repeated stretch may begin anywhere within its period, and is cut at the cheapest place:
+`costs` gives the cost of a cut at each place, infinite where no cut is allowed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-WEIGHT = 10.0  # operators in it, at least
-SHARE = 0.15  # of all operators, that a region saves at least
-KEEP = 0.6  # of the work that a region could save: what a cheaper place for its cuts may not go below
+WEIGHT = 10.0  # a region has at least this many operators
+SHARE = 0.15  # share of all operators that a region must save
+KEEP = 0.6  # share of the possible saving that must remain at a place with cheaper cuts
 TRIED = 4  # candidates of one length whose places are compared
 ABOUT = 1.05  # prices within this factor are equal
-WORTH = 1.25  # how much more cuts may cost, if an instance more is saved
-GAP = 4.0  # operators that have to be saved for a piece too small to be a region
-LOOKED_AT = 300  # stretches, of those that might save most
-OFFSETS = 512  # places within a stretch that are compared
+WORTH = 1.25  # how much more expensive cuts may be for one more saved instance
+GAP = 4.0  # operators: the penalty for a gap that is too small to be a region
+LOOKED_AT = 300  # stretches: those that might save most are examined
+OFFSETS = 512  # offsets within a stretch that are compared
 NEVER = float("inf")
 
 
@@ -43,9 +43,9 @@ class Region:
 
 def find_regions(tokens: Sequence[int], weights: Sequence[float], costs: Sequence[float], count: int = 4
                  ) -> list[Region]:
-    """Regions of at least `count` instances that do not overlap, those that save most first.
+    """Regions of at least `count` instances that do not overlap, those that save the most first.
 
-    `costs[i]` is that of a cut before token i."""
+    `costs[i]` is the cost of a cut before token i."""
     return _Search(tokens, weights, costs, count).run()
 
 
@@ -63,7 +63,7 @@ class _Search:
         while (region := self.best(rest)) is not None:
             found.append(region)
             rest = list(without(rest, region.spans()))
-        # A region may repeat something within itself: then its parts are the regions.
+        # A region may itself consist of repeated parts; these are then the regions.
         return [part for region in found for part in self.inside(region)]
 
     def inside(self, region: Region) -> list[Region]:
@@ -79,7 +79,7 @@ class _Search:
         return float(self.weight[stop] - self.weight[start])
 
     def best(self, segments: Sequence[tuple[int, int]]) -> Region | None:
-        """The region that saves most, at the place where its cuts cost least."""
+        """The region that saves the most, at the place where its cuts cost least."""
         candidates = sorted(self.candidates(segments), key=lambda c: (-self.worth(*c), c[1], c[2][0]))
         for k, (_, length, _) in enumerate(candidates):
             same = [c for c in candidates[k:] if c[1] == length][:TRIED]
@@ -91,18 +91,19 @@ class _Search:
 
     @staticmethod
     def worth(saved: float, length: int, starts: list[int]) -> float:
-        """What is rare saves less than it seems: it leaves single layers over. Small gaps are calls of their own."""
+        """The estimated benefit. Few instances count less, as single layers stay outside. Small gaps are extra
+        calls."""
         gaps = [b - a - length for a, b in zip(starts, starts[1:])]
         count = len(starts)
         return saved * (count - 2) / (count - 1) - GAP * sum(0 < g < WEIGHT for g in gaps)
 
-    # ---- what repeats ----------------------------------------------------------------------------------
+    # ---- the repeated stretches ------------------------------------------------------------------------
 
     def candidates(self, segments: Sequence[tuple[int, int]]) -> Iterator[tuple[float, int, list[int]]]:
         """(work saved, length, starts) of stretches that occur often enough."""
         if not segments:
             return
-        # One text of all segments; between them stand tokens that occur nowhere else.
+        # All segments as one text, separated by tokens that occur nowhere else.
         where = np.concatenate([np.append(np.arange(a, b), -1) for a, b in segments])
         text = np.where(where >= 0, self.tokens[where], 0)
         ends = np.flatnonzero(where < 0)
@@ -121,7 +122,7 @@ class _Search:
             starts = np.sort(starts)
             steps, times = np.unique(np.diff(starts), return_counts=True)
             near = steps[steps < length][np.argsort(-times[steps < length], kind="stable")[:2]]
-            # In a run of one period all stretches overlap, and the period itself is the one that counts.
+            # In a run with a short period, all stretches overlap, and the period itself is the useful length.
             for size in {length, *near.tolist()}:
                 chosen = apart(starts.tolist(), size)
                 if len(chosen) < self.count:
@@ -132,23 +133,23 @@ class _Search:
                     most = max(most, saved)
                     yield saved, size, chosen
 
-    # ---- where it is cut -------------------------------------------------------------------------------
+    # ---- the places of cuts ----------------------------------------------------------------------------
 
     def places(self, starts: list[int], length: int, segments: Sequence[tuple[int, int]],
                saved: float) -> Iterator[tuple[float, float, Region]]:
-        """(cost for each instance, work saved, region) of the best place of a stretch, moved and trimmed."""
-        for chosen in (starts, starts[:-1]):  # without the last one, a run of one period can start anywhere in it
+        """(cost for each instance, work saved, region) of a stretch's best place, shifted and trimmed."""
+        for chosen in (starts, starts[:-1]):  # without the last instance, a periodic run can start at any offset
             if len(chosen) < self.count:
                 continue
             steps = np.diff(chosen)
             step = int(steps.min())
             offsets = np.arange(length + self.reach(chosen, length, step, segments) + 1)
             at = np.asarray(chosen)[:, None] + offsets[None, :]
-            price = self.costs[at].mean(axis=0)  # of a cut at this offset, for each instance
+            price = self.costs[at].mean(axis=0)  # of a cut at this offset, averaged over the instances
             cheap = np.argsort(price, kind="stable")[:OFFSETS]
             cheap = np.sort(cheap[np.isfinite(price[cheap])])
             first, last = np.meshgrid(cheap, cheap, indexing="ij")
-            alone = 1.0 - float((steps == step).sum()) / len(chosen)  # others share a cut with their neighbour
+            alone = 1.0 - float((steps == step).sum()) / len(chosen)  # others share a cut
             total = price[first] + np.where(last - first == step, alone, 1.0) * price[last]
             work = self.weight[at[0]][last] - self.weight[at[0]][first]
             kept = (len(chosen) - 1) * work
@@ -157,13 +158,13 @@ class _Search:
             if not fits.any():
                 continue
             total = np.where(fits, total, NEVER)
-            # Among places of about one price, the one that saves most.
+            # Among places of nearly equal cost, take the one that saves the most.
             k = int(np.argmax(np.where(total <= total.min() * ABOUT, kept, -1.0)))
             a, b = int(first.flat[k]), int(last.flat[k])
             yield float(total.flat[k]), float(kept.flat[k]), Region(tuple(s + a for s in chosen), b - a)
 
     def reach(self, starts: list[int], length: int, step: int, segments: Sequence[tuple[int, int]]) -> int:
-        """How far all instances agree beyond their ends, up to a period."""
+        """How many tokens beyond their ends all instances have in common, up to one period."""
         stops = [next(b for a, b in segments if a <= s < b) for s in starts]
         far = min(step, *(b - s - length for b, s in zip(stops, starts)))
         ahead = self.tokens[np.asarray(starts)[:, None] + length + np.arange(far)[None, :]]
@@ -175,7 +176,7 @@ class _Search:
 
 
 def without(segments: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """What is left of the segments."""
+    """The parts of the segments outside of the spans."""
     for start, stop in segments:
         for a, b in sorted(spans):
             if start <= a and b <= stop:
@@ -187,7 +188,7 @@ def without(segments: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]
 
 
 def apart(starts: Sequence[int], length: int) -> list[int]:
-    """As many of the starts as fit without overlap."""
+    """A maximal choice of starts whose stretches do not overlap."""
     chosen: list[int] = []
     for s in starts:
         if not chosen or s >= chosen[-1] + length:
@@ -196,7 +197,7 @@ def apart(starts: Sequence[int], length: int) -> list[int]:
 
 
 def suffixes(text: Ints) -> tuple[Ints, list[int]]:
-    """All suffixes in order, and how much each has in common with the one before."""
+    """The suffix array, and the length of each suffix's common prefix with the previous one."""
     n = len(text)
     rank = np.unique(text, return_inverse=True)[1].astype(np.int64)
     order, width = np.argsort(rank, kind="stable"), 1
@@ -211,7 +212,7 @@ def suffixes(text: Ints) -> tuple[Ints, list[int]]:
         width *= 2
         if int(rank.max()) == n - 1 or width >= n:
             break
-    # Kasai's way: from one suffix to the next shorter one, at most one token of what is common is lost.
+    # Kasai's algorithm: from one suffix to the next shorter one, the common prefix loses at most one token.
     common, same = [0] * n, 0
     words, ranks, sorted_ = text.tolist(), rank.tolist(), order.tolist()
     for i in range(n):

@@ -1,8 +1,8 @@
 """Merges kernels of the same form into one over a table: the same map or reduction of many tensors.
 
-What a map over memory of one order does to it depends neither on its length nor on its names. Without these, the
-kernels of an optimizer's step over two hundred parameters are one kernel, and those of as many norms are two: one for
-blocks of each, and one for what these come to.
+A map over dense memory does not depend on the memory's length or name. Without those, the kernels of an optimizer step
+over two hundred parameters are one kernel, and those of as many norms are two: one for blocks of each tensor, and one
+that combines the blocks' results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLACE = Sym("v", LENGTH)
 
 @dataclass(frozen=True)
 class Rows:
-    """What a launch is as a row of a table: the kernel that it shares with others, its pointers, numbers and length."""
+    """A launch as a row of a table: the kernel that it shares with others, its pointers, numbers and length."""
 
     kernel: TableKernel
     args: tuple[str, ...]
@@ -33,18 +33,18 @@ class Rows:
 
 
 def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
-    """A launch in the form that it shares with others; None if it is neither a map nor a reduction of whole tensors."""
+    """A launch in the form that it shares with others; None unless it is a map or a reduction of whole tensors."""
     if not isinstance(k, LoopKernel) or k.bounds is not None or k.scratch or len(k.outer) > 1 or len(k.inner) > 1:
         return None
     k, length, own = whole_pieces(k) if k.outer and k.inner else (k, *row_of(k))
     if (k.inner and not reduces_at_once(k, length)) or not is_plain(k, own):
         return None
     mapping = dict.fromkeys(k.outer, ZERO) | dict.fromkeys(k.inner or k.outer, as_index(PLACE))
-    # In the order of their use: by their names they could be in any.
+    # In the order of use, because the order by name may differ between launches.
     numbers = tuple(dict.fromkeys(s for e in walk(*exprs_of(k.items)) if e.op == "index" for s in e.symbols()))
     own_numbers = tuple(Sym(f"{WORD}{at}", lo=None) for at in range(len(numbers)))
     mapping |= {s: as_index(mine) for s, mine in zip(numbers, own_numbers)}
-    # What is updated in place is one pointer here: all that is read of it, is read before it is written.
+    # A buffer that is updated in place is one pointer here, because all its reads come before the write.
     columns = tuple(dict.fromkeys(args))
     names = {p.name: f"r{columns.index(a)}" for p, a in zip(k.params, args, strict=True)}
     written = {names[p.name] for p in k.params if p.written}
@@ -72,14 +72,14 @@ def as_row(k: AnyKernel, args: Sequence[str]) -> Rows | None:
 
 
 def row_of(k: LoopKernel) -> tuple[Index, Index | None]:
-    """The points of a kernel with one variable or none, and where it is at each."""
+    """The number of points of a kernel with at most one variable, and the point's index."""
     for v in (*k.outer, *k.inner):
         return v.size, as_index(v)
     return ONE, None
 
 
 def whole_pieces(k: LoopKernel) -> tuple[LoopKernel, Index, Index | None]:
-    """The same of a reduction that was cut into pieces of a block each; it need not say any more where the row ends."""
+    """A reduction that was split into blocks, as one over the whole row; it no longer needs to check the row's end."""
     (piece,), (v,) = k.outer, k.inner
     own, length = as_index(piece) * CHUNK + v, piece.size * CHUNK
     first = k.stages[0][0].exprs[0]
@@ -99,7 +99,7 @@ def whole_pieces(k: LoopKernel) -> tuple[LoopKernel, Index, Index | None]:
 
 
 def reduces_at_once(k: LoopKernel, length: Index) -> bool:
-    """Whether a block has all that it reduces, goes over it once, and has only single values left then."""
+    """Whether one block holds the whole reduction, passes over it once, and then only has single values left."""
     first, *rest = k.stages
     whole = length.is_const and length.const > 0 and (bool(k.outer) or length.const <= CHUNK)
     return whole and all(i.level == "full" for i in first) and all(
@@ -107,9 +107,9 @@ def reduces_at_once(k: LoopKernel, length: Index) -> bool:
 
 
 def is_plain(k: LoopKernel, own: Index | None) -> bool:
-    """Whether it touches every tensor either at its own point or at one place, and computes with no index but numbers
-    of the run."""
-    result = as_index(k.outer[0]) if k.outer and k.inner else None  # of a block
+    """Whether it accesses every tensor at its own point or at one fixed place, and computes with no index except
+    run-time numbers."""
+    result = as_index(k.outer[0]) if k.outer and k.inner else None  # the place of a block's result
     made = dict(k.stores)
     places: dict[str, Index] = {}
     for name, at in k.accesses():
@@ -124,8 +124,8 @@ def is_plain(k: LoopKernel, own: Index | None) -> bool:
 
 
 def join_launches(p: ProgramDraft, fewest: int) -> None:
-    """Launches of one form that do not wait for each other become one, if there are enough. Nothing moves across a
-    call."""
+    """Merge launches of one form that are independent of each other, if there are at least `fewest`. Nothing moves
+    across a call."""
     rows = {id(s): as_row(p.kernels[s.kernel], s.args) for s in p.steps if isinstance(s, Launch)}
     places: dict[TableKernel, int] = {}
     steps: list[Step] = []
@@ -143,14 +143,14 @@ def join_launches(p: ProgramDraft, fewest: int) -> None:
 
 def _joined(p: ProgramDraft, segment: list[Launch], rows: dict[int, Rows | None], places: dict[TableKernel, int],
             fewest: int) -> list[Step]:
-    """The launches between two calls, those that wait for the same number of others next to each other."""
+    """The launches between two calls, merged where possible and sorted by the number of launches they depend on."""
     groups: dict[tuple[int, TableKernel, tuple[Sym, ...]], list[Launch]] = {}
     ranks = ranks_of(p, segment)
     for s, rank in zip(segment, ranks, strict=True):
         row = rows[id(s)]
         if row is not None and row.length.is_const:
             groups.setdefault((rank, row.kernel, row.numbers), []).append(s)
-    # A tensor of one element is one of length one.
+    # A tensor of one element counts as one of length one.
     for rank, kernel, numbers in [key for key in groups if key[1].body.outer]:
         groups[rank, kernel, numbers] += groups.pop((rank, at_one_place(kernel), numbers), [])
     groups = {key: found for key, found in groups.items() if len(found) >= fewest}
@@ -171,13 +171,13 @@ def _joined(p: ProgramDraft, segment: list[Launch], rows: dict[int, Rows | None]
 
 
 def at_one_place(k: TableKernel) -> TableKernel:
-    """What the kernel is for tensors of one element."""
+    """The form that the kernel has for tensors of one element."""
     return TableKernel(replace(k.body.rewritten(lambda x: x, {PLACE: ZERO}), outer=(), vector=None))
 
 
 def ranks_of(p: ProgramDraft, segment: list[Launch]) -> list[int]:
-    """How many launches of the segment must come before each, one after the other."""
-    written: dict[str, int] = {}  # rank of the last that writes a buffer, and of the last that reads it
+    """For each launch, the length of the longest chain of launches in the segment that must precede it."""
+    written: dict[str, int] = {}  # by buffer: rank of the last launch that writes it, and of the last that reads it
     read: dict[str, int] = {}
     ranks = []
     for s in segment:
@@ -197,8 +197,8 @@ def ranks_of(p: ProgramDraft, segment: list[Launch]) -> list[int]:
 
 
 def along_lists(p: Program, launches: Sequence[Rows], lists: Collection[str], lengths: Sequence[int]) -> Program:
-    """The program of one row as that of rows of these lengths, for some of its launches. Inputs among `lists` are lists
-    of tensors, others are read by all rows; what lies between launches is one element for each row."""
+    """Extend the program of one row to rows of these lengths, for some of its launches. Inputs in `lists` become lists
+    of tensors, other inputs are read by all rows; an intermediate between launches has one element per row."""
     draft = ProgramDraft([row.kernel for row in launches], [], [])
     for k, row in enumerate(launches):
         own = tuple(lengths) if row.kernel.body.outer else (1,) * len(lengths)

@@ -1,18 +1,18 @@
-"""Background threads and the compilers that they wait for. All end before the interpreter does.
+"""Background threads and compiler processes. All of them end before the interpreter does.
 
     pool = Pool(4, "compile")
     future = pool.submit(function, argument)     # in one of four threads
     thread = start(function, argument, name="keep")
     done = run(["g++", ...], environment, seconds=600)
 
-Threads are daemons, so a program that has nothing more to do ends at once. Its exit then goes in this order: compilers
-are killed with all that they started; threads find at their next step that the process ends (`Closing`), and are waited
-for, since one that came back from native code after the interpreter is gone would take the process down; what was
-given to `at_exit` is done last. Work that is asked for later still (by somebody else's exit handler) is done at once,
-by the first that asks.
+Threads are daemons, so a program that has nothing more to do exits immediately. Its exit goes in this order: compilers
+are killed with all their children; threads find at their next step that the process is ending (`Closing`), and are
+joined, since a thread that returned from native code after the interpreter is gone would crash the process; functions
+given to `at_exit` run last. Work that is submitted even later (by another exit handler) runs immediately, in the
+calling thread.
 
-A process that is killed runs no exit handler. Each compiler therefore has a watcher beside it, which reads from a pipe
-whose other end is in this process only: when that closes, the compiler's process group is killed.
+A process that is killed runs no exit handler. Each compiler therefore has a watcher process, which reads from a pipe
+whose other end is only in this process: when that closes, the compiler's process group is killed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from flambeau.errors import CompileError
 
 T = TypeVar("T")
 
-# How long the end of a process waits for threads: they may be in a compiler that is part of this process.
+# Seconds that the exit of a process waits for threads: they may be in a compiler that is part of this process.
 PATIENCE = 60.0
 
-# The compiler has no input; the watcher has the pipe. Output is the compiler's alone, so that it ends with it.
+# The compiler gets no input; the watcher reads the pipe. Only the compiler holds the output, so that the output closes
+# when the compiler ends.
 _WATCHED = """
 exec 3<&0 </dev/null
 "$@" 3<&- &
@@ -53,27 +54,28 @@ exit "$code"
 
 
 class Closing(CompileError):
-    """Nothing is compiled any more: the process ends."""
+    """Raised instead of compiling when the process is ending."""
 
     def __init__(self, message: str = "the process ends") -> None:
         super().__init__(message)
 
 
 class OutOfTime(CompileError):
-    """A compiler that had not ended in time, and was ended."""
+    """Raised for a compiler that exceeded its time limit and was killed."""
 
 
 class _State:
-    """What is under way in this process. A forked child begins with nothing: it has none of the threads."""
+    """The threads and processes of this process. A forked child starts empty, since it has none of the threads."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.closing = False
         self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self.pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-        self.processes: dict[int, Callable[[], None]] = {}  # by process group: how it is ended
-        self.descriptors: set[int] = set()  # that no child may keep open: pipes to watchers, locks
-        self.last: list[tuple[Callable[[], None], bool]] = []  # done at the end, and whether children do it as well
+        self.processes: dict[int, Callable[[], None]] = {}  # by process group: the function that ends it
+        self.descriptors: set[int] = set()  # descriptors that no child may keep open: pipes to watchers, locks
+        # functions to call at the end, and whether children call them as well
+        self.last: list[tuple[Callable[[], None], bool]] = []
 
 
 _state = _State()
@@ -84,7 +86,7 @@ _fork_locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def start(function: Callable[..., Any], *args: Any, name: str) -> threading.Thread:
-    """Run a function in a thread of its own. Closing, where the process ends already."""
+    """Runs a function in a thread of its own. Raises Closing if the process is ending."""
     thread = threading.Thread(target=_quietly, args=(function, *args), name=f"flambeau-{name}", daemon=True)
     with _state.lock:
         if _state.closing:
@@ -100,12 +102,12 @@ def _quietly(function: Callable[..., Any], *args: Any) -> None:
 
 
 def closing() -> bool:
-    """Whether the process ends."""
+    """Whether the process is ending."""
     return _state.closing
 
 
 def check() -> None:
-    """Raise Closing if the process ends and waits for this thread."""
+    """Raises Closing if the process is ending and waits for this thread."""
     if _is_awaited():
         raise Closing
 
@@ -115,7 +117,7 @@ def _is_awaited() -> bool:
 
 
 class Pool:
-    """Up to `count` threads, started when there is work for them, which is done in the order it came."""
+    """Up to `count` threads, started when there is work for them. Work is done in order of submission."""
 
     def __init__(self, count: int, name: str) -> None:
         self.count, self.name = count, name
@@ -129,29 +131,33 @@ class Pool:
         self._started = 0
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """The result, which is on its way; there at once where the process ends."""
+        """Starts a function; returns the future of its result. If the process is ending, the function runs
+        immediately."""
         if self._state is not _state:
             self._begin()
         check()
         future: Future[T] = Future()
         with _state.lock:
             late = _state.closing
+            more = False  # threads
             if not late:
                 _state.pools.add(self)
                 self._work.put((future, function, args))
+                more = not self._idle.acquire(blocking=False) and self._started < self.count
+                self._started += more
         if late:
             _do(future, function, args)
-        elif not self._idle.acquire(blocking=False) and self._started < self.count:
-            self._started += 1
+        elif more:
             try:
                 start(self.work, name=self.name)
-            except Closing:  # since then
+            except Closing:  # closing began in between
                 self.end()
                 self.work()
         return future
 
     def work(self) -> None:
-        """Until the process ends. What is waiting then is done as well: it fails at its next step, and says so."""
+        """Works until the process ends. Work that is waiting then is run as well: it fails at its next step, and
+        reports that."""
         while True:
             try:
                 item = self._work.get(block=False)
@@ -162,7 +168,7 @@ class Pool:
                 self.end()  # for the next thread
                 return
             _do(*item)
-            del item  # what is idle holds nothing
+            del item  # an idle thread must hold no references
 
     def end(self) -> None:
         self._work.put(None)
@@ -171,7 +177,7 @@ class Pool:
 def _do(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         future.set_result(function(*args))
-    except BaseException as error:  # raised where it is waited for
+    except BaseException as error:  # raised where the result is waited for
         future.set_exception(error)
 
 
@@ -179,10 +185,10 @@ def _do(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """The output of a program and its exit status, negative if a signal ended it.
+    """Returns the output of a program and its exit status, negative if a signal ended it.
 
-    OutOfTime if it takes longer, Closing if the process ends: then it is killed, with all that it started. OSError
-    if it cannot be started.
+    Raises OutOfTime if it takes longer, and Closing if the process is ending: then it is killed, with all its children.
+    Raises OSError if it cannot be started.
     """
     if not os.path.isfile(command[0]) or not os.access(command[0], os.X_OK):
         raise FileNotFoundError(f"no program is called {command[0]}")
@@ -191,7 +197,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], seconds: float) 
     try:
         with held(ours):
             try:
-                # In a session of its own: an interrupt from the keyboard is for this process.
+                # In a session of its own: a keyboard interrupt is for this process.
                 process = subprocess.Popen(
                     ["/bin/sh", "-c", _WATCHED, "sh", *command], stdin=theirs, stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT, env=dict(environment), text=True, errors="replace",
@@ -208,35 +214,35 @@ def run(command: Sequence[str], environment: Mapping[str, str], seconds: float) 
                 child.end()
     finally:
         os.close(ours)
-    check()  # it was killed then
+    check()  # the exit may have killed it
     code = process.returncode
     return subprocess.CompletedProcess(list(command), 128 - code if code > 128 else code, output)
 
 
 class Child:
-    """A process that runs in a process group of its own. It ends with this one at the latest."""
+    """A process that runs in a process group of its own. It ends with this process at the latest."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         with _state.lock:
             _state.processes[process.pid] = self.kill
-        if _is_awaited():  # `close` may have been too early for this one
+        if _is_awaited():  # `close` may have missed this one
             self.kill()
 
     def end(self) -> None:
-        """Kill what is left of it, and wait until it is gone."""
+        """Kills what is left of it, and waits until it is gone."""
         self.kill()
         with _state.lock:
             _state.processes.pop(self.process.pid, None)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                with suppress(OSError):  # of a pipe that nobody reads any more
+                with suppress(OSError):  # the other end of the pipe may be closed
                     pipe.close()
         self.process.wait()
 
     def kill(self) -> None:
-        # The group lives as long as one of its processes does, and its number with it; when all are gone, and waited
-        # for, the number may be somebody else's.
+        # The group exists as long as one of its processes does, and its number with it. When all are gone, and waited
+        # for, the number may be reused.
         if self.process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -244,7 +250,7 @@ class Child:
 
 @contextmanager
 def held(descriptor: int) -> Iterator[None]:
-    """Within it a descriptor is open that a forked child must not keep: what waits for it to close would wait for the
+    """Keeps a descriptor out of forked children within this block: whatever waits for it to close would wait for the
     child as well."""
     hold(descriptor)
     try:
@@ -267,8 +273,8 @@ def release(descriptor: int) -> None:
 
 
 def at_exit(function: Callable[[], None], in_children: bool = False) -> None:
-    """Have something done when the process ends, after its threads; the last comes first. Where `in_children`, also at
-    the end of each child that it forks."""
+    """Registers a function to be called when the process ends, after its threads; the last one registered runs first.
+    With `in_children`, also at the end of each forked child."""
     with _state.lock:
         _state.last.append((function, in_children))
 
@@ -290,7 +296,7 @@ def close() -> None:
 
 
 def fork_safe(lock: T) -> T:
-    """A lock that is free in a forked child, whose thread that held it is not there."""
+    """Makes a lock free again in a forked child, which lacks the thread that held it."""
     _fork_locks.add(lock)
     return lock
 

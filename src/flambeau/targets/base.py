@@ -5,8 +5,8 @@
     kernels = build.wait()               # name -> Launch, or the CompileError of that one kernel
     kernels["k"]([x.data_ptr(), y.data_ptr()], [x.numel()])
 
-A package adds a target with an entry point in the group `flambeau.targets` that names a class or function
-without arguments, or by calling `register_target`.
+A package adds a target with an entry point in the group `flambeau.targets` that names a class or function without
+arguments, or by calling `register_target`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from flambeau.ir.capabilities import Capabilities
     from flambeau.ir.program import AnyKernel
 
-Source: TypeAlias = KernelSource | BlockSource | RangeSource  # which of them, the target decides
+Source: TypeAlias = KernelSource | BlockSource | RangeSource  # the target decides which of them
 Run: TypeAlias = Callable[[list[Any]], list[Any]]  # a program's function: it clears the list of its arguments
 
 Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], "torch.dtype"], "torch.Tensor"]
 
 
 class Launch(Protocol):
-    """A loaded kernel. Addresses and sizes are lists or tuples of ints; the result is the kernel's code."""
+    """A loaded kernel. Addresses and sizes are lists or tuples of ints; the result is the kernel's fault code."""
 
     @property
     def name(self) -> str: ...
@@ -54,33 +54,34 @@ Step: TypeAlias = tuple[Launch, Sequence[tuple[int, int]], Sequence[int]]
 
 
 class Plan(Protocol):
-    """Launches in a row, without Python in between; None, or the (step, code) of the first that failed.
+    """A sequence of launches, without Python in between. Returns None, or the (step, code) of the first failure.
 
-    Where launches are asynchronous, what failed is an earlier one: the same step of an earlier call, or step -1 for
-    another plan's.
+    Where launches are asynchronous, an earlier launch failed: the same step of an earlier call, or step -1 for another
+    plan's.
     """
 
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None: ...
 
 
 class Build:
-    """Kernels that are being compiled: for each name what it waits for, and `made`, which then gives the kernel."""
+    """Kernels that are being compiled: for each name the futures it waits for, and `made`, which then returns the
+    kernel."""
 
     def __init__(self, waiting: Mapping[str, Sequence[Future[Any]]],
                  made: Callable[[str], Launch | CompileError]) -> None:
         self.waiting, self.made = waiting, made
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return immediately."""
         done, total = self.count()
         return done == total
 
     def count(self) -> tuple[int, int]:
-        """How many are done, and of how many."""
+        """Returns the number of finished kernels, and of all."""
         return sum(all(f.done() for f in futures) for futures in self.waiting.values()), len(self.waiting)
 
     def wait(self) -> dict[str, Launch | CompileError]:
-        """Every source's name with its kernel, or with the reason why that one has none."""
+        """Returns the kernel of every source's name, or the error why it has none."""
         out: dict[str, Launch | CompileError] = {}
         for name in self.waiting:
             try:
@@ -93,7 +94,7 @@ class Build:
 
 
 def failed(made: Future[Any]) -> bool:
-    """Whether what was compiled is to be tried again: the reason may have been the machine and not the text."""
+    """Whether a result should be built again: the cause may have been the machine and not the text."""
     return made.done() and (made.exception() is not None or isinstance(made.result(), CompileError))
 
 
@@ -102,8 +103,8 @@ S = TypeVar("S", KernelSource, RangeSource)
 
 @dataclass(frozen=True)
 class KeyedSource(Generic[S]):
-    """A source, and the hash of all that its machine code depends on, after which a function without a name is
-    called."""
+    """A source, and the hash of everything that its machine code depends on. A function without a title is named after
+    the hash."""
 
     source: S
     key: str
@@ -122,49 +123,52 @@ class KeyedSource(Generic[S]):
 
 
 def not_compiled(what: str, reason: str, target: str, text: Path | None) -> CompileError:
-    """The error of a kernel whose text was kept, where there was a place for it."""
+    """Returns the error of a kernel, with the path of its text if that was stored."""
     return CompileError(f"{what} did not compile:\n{reason}", target=target,
                         hint=f"its source is in {text}" if text else None)
 
 
 class Recording(ABC):
-    """The launches of one run, with all their addresses. `results` lie in memory of the recording's own."""
+    """The launches of one run, with all their addresses. `results` are in memory that the recording owns."""
 
     results: list[Any]
 
     @abstractmethod
     def replay(self) -> None:
-        """Launch them again: whatever lies at the addresses now is read, and `results` are overwritten."""
+        """Repeats the launches: they read the current contents of these addresses, and overwrite `results`."""
 
 
 class Recorder(ABC):
-    """How a target records runs (runtime/recording.py says which, and when a recording may be replayed)."""
+    """Records runs of a target (runtime/recording.py decides which, and when a recording may be replayed)."""
 
     @abstractmethod
     def place(self) -> Hashable | None:
-        """What orders the replays of now; a recording is replayed where it was made. None: nothing can be recorded."""
+        """Returns the queue that orders replays now; a recording is replayed where it was made. None: nothing can be
+        recorded."""
 
     @abstractmethod
     def record(self, run: Run, inputs: list[Any], group: Hashable = None) -> Recording:
-        """Run it once, and keep what it launched, which does not keep the inputs alive.
+        """Runs it once, and records its launches, without keeping the inputs alive.
 
-        Recordings of one group share memory: intermediates of one may lie where results of a later one are."""
+        Recordings of one group share memory: intermediates of one may be where results of a later one are.
+        """
 
     def forget(self, group: Hashable) -> None:  # noqa: B027 - most keep nothing
-        """Give back the memory of a group, of which no recording is left."""
+        """Frees the memory of a group, of which no recording is left."""
 
     def check(self) -> None:  # noqa: B027 - most have nothing to say
-        """Raise what earlier replays found wrong with their data, as far as it is known."""
+        """Raises the faults that earlier replays found in their data, as far as they are known."""
 
     def settle(self) -> None:
-        """The same of all that was launched. What `record` raises after it has to do with the recording."""
+        """Raises the faults of everything that was launched so far, and may wait for it. Errors that `record` raises
+        afterwards belong to the recording."""
         self.check()
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """One of a graph, as far as the order of its image in memory matters; `channels`: of the weight, both ways;
-    `moved`: bytes of what it reads and writes."""
+    """A convolution of a graph, as far as the memory order of its image matters. `channels`: both channel counts of the
+    weight; `moved`: the bytes that it reads and writes."""
 
     name: str
     dtype: torch.dtype
@@ -179,109 +183,112 @@ class Target(ABC):
     """One kind of machine."""
 
     name: ClassVar[str]
-    # For each group of eager operators (eager/operator_forms.py) in which its kernels beat those that torch has for the
-    # same device: from how many elements on they do.
+    # For each group of eager operators (eager/operator_forms.py) in which its kernels beat torch's for the same device:
+    # the number of elements from which on they do.
     wins: ClassVar[Mapping[str, int]] = {}
     addresses: ClassVar[bool] = True  # launches take addresses; otherwise the tensors themselves
-    names_kernels: ClassVar[bool] = False  # after what they compute; others put in names of their own
-    times: ClassVar[bool] = False  # what it runs by itself can be timed beside what a library has for it
+    names_kernels: ClassVar[bool] = False  # named after their operators; other targets use names of their own
+    times: ClassVar[bool] = False  # it can time its own kernels against a library's
     opaque: ClassVar[bool] = False  # no other target can read the memory of its devices
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What the passes before codegen must know of the machine."""
+        """Returns what the passes before codegen need to know of the machine."""
 
     def identity(self) -> str:
-        """Which machine it is, as far as programs for it differ and the capabilities do not say."""
+        """Identifies the machine, as far as programs for it differ and the capabilities do not say."""
         return self.name
 
     def machine(self) -> str:
-        """The same for people."""
+        """Names the machine for people."""
         return self.name
 
     def chip(self) -> str:
-        """Which one it is, as far as times on it differ."""
+        """Identifies the chip, as far as times on it differ."""
         return self.identity()
 
     def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
-        """Those of a graph of so many calls that torch's library does fastest where channels are contiguous, and how
-        many bytes of copies are as much as that saves."""
+        """Returns those convolutions of a graph with so many calls that torch's library does fastest with contiguous
+        channels, each with the bytes of copies that cost as much as that saves."""
         return {}
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """How long takes what is launched inside."""
+        """Returns the time that the launches of `run` take."""
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
 
     @abstractmethod
     def render(self, kernel: AnyKernel, name: str) -> Source:
-        """The text of a kernel, in the language that `build` takes."""
+        """Returns the text of a kernel, in the language that `build` takes."""
 
     def named(self, kernels: Sequence[AnyKernel], sources: Sequence[Source]) -> list[Source]:
-        """Their sources, called after what they compute where this target does so."""
+        """Returns the sources, named after what they compute where this target does so."""
         return [called(k, s) for k, s in zip(kernels, sources, strict=True)] if self.names_kernels else [*sources]
 
     def bounded(self, kernel: AnyKernel, name: str) -> Source:
-        """The text of one that checks its accesses (`Source.bounded`), where there is such a text."""
+        """Returns a kernel text that checks its accesses (`Source.bounded`), where there is one."""
         return self.render(kernel, name)
 
     def variants(self, kernel: AnyKernel, source: Source) -> Source:
-        """The text of a kernel with others beside it that compute the same, for the fastest to be found at a call."""
+        """Returns the text of a kernel with alternatives that compute the same; the fastest is found at a call."""
         return source
 
     @abstractmethod
     def build(self, sources: Sequence[Source]) -> Build:
-        """Start to compile what is not compiled yet. CompileError if there is nothing to compile with."""
+        """Starts to compile what is not compiled yet. Raises CompileError if there is nothing to compile with."""
 
     @abstractmethod
     def plan(self, steps: Sequence[Step]) -> Plan:
-        """Join launches of this target's kernels."""
+        """Joins launches of this target's kernels."""
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Uninitialised memory for what lies between the kernels of a graph, as a uint8 tensor: on the graph's device,
-        which is not always the same one if the target computes for the CPU as well."""
+        """Returns uninitialised memory for intermediates of a graph, as a uint8 tensor: on the graph's device, which is
+        not always the same one if the target computes for the CPU as well."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def allocator(self, device: torch.device) -> Allocator:
-        """Makes tensors of a shape, strides and dtype on a device, without contents."""
+        """Returns a function that makes uninitialised tensors of a shape, strides and dtype on a device."""
         import torch
 
         return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     def fresh(self, memory: torch.Tensor) -> None:  # noqa: B027 - most have nothing to say
-        """Memory that nothing has touched yet, and that may be large: how the system should provide it."""
+        """Tells the target of memory that was never touched and may be large, so that it can advise the system."""
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to start
-        """Kernels will be built soon: whatever takes time to start may start now, in the background."""
+        """Announces that kernels will be built soon: slow starts may begin now, in the background."""
 
     def queue(self) -> Hashable | None:
-        """What kernels of now wait for each other in: one may use the memory of another that was launched before it.
+        """Identifies the queue in which current kernels run in order: a kernel may use the memory of one launched
+        before it.
 
-        None: nobody may, ever.
+        None: no kernel may ever do that.
         """
         return ()
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Inside, that device is the current one."""
+        """Makes that device the current one within this block."""
         return nullcontext()
 
     def guarded(self, run: Run, device: torch.device) -> Run:
-        """The same function, on that device."""
+        """Returns the same function, run on that device."""
         return run
 
     def recorder(self) -> Recorder | None:
-        """Records runs, to replay them without the host's part of launching. None: it cannot."""
+        """Returns the recorder of runs, which replays them without the host's part of launching. None: there is
+        none."""
         return None
 
     def driver(self) -> Any:
-        """Its machines as a device of PyTorch's (device/core.py says what that takes)."""
+        """Returns its machines as a device of PyTorch's (see device/core.py)."""
         raise UnsupportedError(f"the target {self.name} has no driver, so it cannot be a PyTorch device")
 
     def on_its_memory(self) -> Target | None:
-        """What compiles for the memory of its driver. None: operators of the device run on the CPU."""
+        """Returns the target that compiles for the memory of its driver. None: operators of the device run on the
+        CPU."""
         return None
 
 
@@ -298,11 +305,11 @@ _BUILT_IN = {
     "opencl": "flambeau.targets.opencl.target:OpenClTarget",
 }
 _TARGETS: dict[str, Target] = {}
-DEVICE = "flambeau"  # as a target: kernels on the memory of the device that PyTorch has from us
+DEVICE = "flambeau"  # a target name: kernels on the memory of the PyTorch device that we register
 
 
 def register_target(name: str, factory: Callable[[], Target]) -> None:
-    """Make a target known; one that has the name already is replaced."""
+    """Registers a target; one with the same name is replaced."""
     _FACTORIES[name] = factory
     _TARGETS.pop(name, None)
 
@@ -313,19 +320,19 @@ def target_names() -> list[str]:
 
 
 def get_target(name: str) -> Target:
-    """The target of that name; one object per process."""
+    """Returns the target of that name; one object per process."""
     if name not in _TARGETS:
         _TARGETS[name] = _factory(name)()
     return _TARGETS[name]
 
 
 def device_target() -> Target:
-    """The target whose machines are the device that PyTorch has from us."""
+    """The target whose machines are the PyTorch device that we register."""
     return get_target(config.device)
 
 
 def target_for(device: torch.device) -> str | None:
-    """The name of the target that runs on a device: that of the device's type, if there is one."""
+    """Returns the name of the target that runs on a device: that of the device's type, if there is one."""
     if device.type == DEVICE:
         return DEVICE if device_target().on_its_memory() is not None else None
     known = device.type in _FACTORIES or device.type in _BUILT_IN or device.type in target_names()

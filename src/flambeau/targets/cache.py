@@ -4,9 +4,9 @@
     path = cache.put(key, data, ".so")        # key: 64 hex digits, the sha256 of all that went into `data`
     path = cache.get(key, ".so")              # None: not there, or it was damaged and has been deleted
 
-An entry is one file, `<key><suffix>`: the data, then a line with the sha256 of name and data. The line stands at the
-end because the loader of shared libraries ignores it there, and in the same file because two files cannot be
-replaced in one step. Files appear by rename only, so a reader never sees half an entry.
+An entry is one file, `<key><suffix>`: the data, then a line with the sha256 of name and data. The line is at the end
+because the loader of shared libraries ignores it there, and in the same file because two files cannot be replaced in
+one step. Files appear by rename only, so a reader never sees half an entry.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from flambeau.targets.trust import folder_problem, open_file
 
 log = logging.getLogger(__name__)
 
-counts: Counter[str] = Counter()  # of entries that this process has read and written
+counts: Counter[str] = Counter()  # numbers of entries that this process has read and written
 _SEAL = b"\n// flambeau sha256 "
 _SEAL_LENGTH = len(_SEAL) + 64 + 1
 _ENTRY = re.compile(r"[0-9a-f]{64}\.[a-z]+")
 # A full cache is trimmed to this share, so that the next entries do not each pay for a scan of the directory.
 _TRIMMED = 0.8
-_ASK_AGAIN = 0.05  # seconds, for a lock that another process has
+_ASK_AGAIN = 0.05  # seconds between attempts to get a lock that another process has
 
 
 class CacheStats(NamedTuple):
@@ -51,23 +51,23 @@ class CacheStats(NamedTuple):
 
 
 class Distrusted(OSError):
-    """A directory to which other users can write: what lies there is neither read nor loaded."""
+    """Raised for a directory that other users can write to: its files are neither read nor loaded."""
 
 
 class DiskCache:
-    """Sealed files under `root`, at most about `limit` bytes, the least recently used go first.
+    """Sealed files under `root`, of about `limit` bytes at most; the least recently used are deleted first.
 
     An entry runs with the user's rights, so it is read only from where nobody else can write (`trust.py`), which is
-    checked each time. A directory that others can write to is left alone, and one that cannot be written
-    (read-only, no space) is only read: new entries then go to a temporary one that ends with the process, with a
-    warning that says what to do.
+    checked each time. A directory that others can write to is not used, and one that cannot be written (read-only, no
+    space) is only read: new entries then go to a temporary one that ends with the process, with a warning that says
+    what to do.
     """
 
     def __init__(self, root: Path | None = None, limit: int | None = None) -> None:
         self.root = Path(config.cache_dir if root is None else root).absolute()
         self.limit = config.cache_limit_mb * 2**20 if limit is None else limit
         self._shared: _Folder | None = None  # the root, if it can be trusted
-        self._private: _Folder | None = None  # in place of it, or before it
+        self._private: _Folder | None = None  # used instead of it, or in addition to it
         self._verified: set[Path] = set()
         self._unscanned: int | None = None  # bytes written since the last scan; None before the first
         self._lock = fork_safe(threading.Lock())
@@ -78,7 +78,7 @@ class DiskCache:
             self._fall_back(None, error)
 
     def get(self, key: str, suffix: str) -> Path | None:
-        """The file of an entry, which counts as used now. Its content is checked once per process."""
+        """Returns the file of an entry and marks it as used now. Its content is checked once per process."""
         name = key + suffix
         for folder in self._folders():
             path = folder.path / name
@@ -90,7 +90,7 @@ class DiskCache:
         return None
 
     def read(self, key: str, suffix: str) -> bytes | None:
-        """The data of an entry, without the seal."""
+        """Returns the data of an entry, without the seal."""
         for folder in self._folders():
             if (data := self._read(folder, key + suffix)) is not None:
                 counts["read"] += 1
@@ -98,7 +98,7 @@ class DiskCache:
         return None
 
     def put(self, key: str, data: bytes, suffix: str) -> Path | None:
-        """Store an entry. None where not even the temporary directory takes it."""
+        """Stores an entry. Returns None if not even the temporary directory can store it."""
         name = key + suffix
         if not _ENTRY.fullmatch(name):
             raise ValueError(f"not the name of a cache entry: {name!r}")
@@ -119,7 +119,7 @@ class DiskCache:
 
     @contextmanager
     def workspace(self) -> Iterator[Path]:
-        """A fresh directory for a compiler to write to, until the block ends."""
+        """Makes a fresh directory for a compiler to write to, until the block ends."""
         folder = self._writable()
         try:
             folder.check()
@@ -130,11 +130,11 @@ class DiskCache:
             yield made
 
     def folder(self) -> Path:
-        """A fresh directory that ends with the process."""
+        """Makes a fresh directory that ends with the process."""
         return Path(tempfile.mkdtemp(dir=self._writable().scratch.path()))
 
     def give_up(self, workspace: Path, reason: str) -> bool:
-        """Told that a workspace is of no use to the compiler; whether the next one is somewhere else."""
+        """Reports that a compiler cannot use a workspace. Returns whether the next one is somewhere else."""
         if self._private is not None and self._private.path in workspace.parents:
             return False
         self._fall_back(self._shared, OSError(reason))
@@ -142,10 +142,10 @@ class DiskCache:
 
     @contextmanager
     def alone(self, name: str, seconds: float) -> Iterator[None]:
-        """Of the processes of a job, one does something, and the others wait that long for what it makes."""
+        """Lets one process of a job do something while the others wait for its result, so many seconds at most."""
         try:
             handle = os.open(self._writable().path / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:  # a folder that cannot be written: each for itself
+        except OSError:  # a folder that cannot be written: each process for itself
             yield
             return
         until = time.monotonic() + seconds
@@ -169,11 +169,11 @@ class DiskCache:
             os.close(handle)
 
     def names(self) -> list[str]:
-        """Of all entries."""
+        """Returns the names of all entries."""
         return sorted({path.name for path, _ in self._entries()})
 
     def sealed(self, name: str) -> bytes | None:
-        """An entry as it lies there."""
+        """Returns an entry with its seal, as stored."""
         key, _, suffix = name.partition(".")
         data = self.read(key, f".{suffix}")
         return None if data is None else data + _seal(name, data)
@@ -183,17 +183,17 @@ class DiskCache:
         return CacheStats(len(sizes), sum(sizes))
 
     def clear(self) -> int:
-        """Delete every entry, and say how many there were."""
+        """Deletes every entry; returns how many there were."""
         removed = sum(_unlink(path) for path, _ in self._entries())
         self._verified.clear()
         return removed
 
     def _read(self, folder: _Folder, name: str, whole: bool = True) -> bytes | None:
-        """The data of a sealed file, which counts as used now; a file whose seal does not fit is deleted.
+        """Returns the data of a sealed file and marks it as used now; a file with a wrong seal is deleted.
 
-        Not `whole`: of a file that was read before; that it is there, and this user's, is all that is asked.
+        Without `whole`, a file that was read before is only checked to exist and to be this user's.
         """
-        if not _ENTRY.fullmatch(name):  # a name that came out of another entry
+        if not _ENTRY.fullmatch(name):  # the name came out of another entry
             return None
         try:
             folder.check()
@@ -222,11 +222,11 @@ class DiskCache:
         return folder
 
     def _folders(self) -> tuple[_Folder, ...]:
-        # What a read-only directory already holds stays useful.
+        # The entries of a read-only directory stay useful.
         return tuple(folder for folder in (self._private, self._shared) if folder is not None)
 
     def _fall_back(self, failed: _Folder | None, error: OSError) -> None:
-        """Write to a temporary directory from now on, unless another thread arranged that already."""
+        """Writes to a temporary directory from now on, unless another thread arranged that already."""
         with self._lock:
             if isinstance(error, Distrusted) and failed is self._shared:
                 self._shared = None
@@ -244,7 +244,7 @@ class DiskCache:
     def _entries(self) -> Iterator[tuple[Path, os.stat_result]]:
         for folder in self._folders():
             for path, status in _scan(folder.path):
-                # Nothing else is ever deleted, wherever a user points the cache to.
+                # Only entries are ever deleted, wherever a user points the cache to.
                 if _ENTRY.fullmatch(path.name):
                     yield path, status
 
@@ -262,8 +262,8 @@ class DiskCache:
         total = sum(status.st_size for _, status in entries)
         if total <= self.limit:
             return
-        # Another process may delete or read the same files: a deleted one is a miss for a reader that comes
-        # later, and lives on for a reader that has it open or mapped.
+        # Another process may delete or read the same files: a deleted one is a miss for a later reader, and stays
+        # readable for one that has it open or mapped.
         for path, status in entries:
             if total <= self.limit * _TRIMMED:
                 break
@@ -277,12 +277,13 @@ _VARIABLE = "FLAMBEAU_CACHE_DIR"
 
 @cache
 def shared_cache(root: Path, limit_mb: int) -> DiskCache:
-    """One object for each directory and process: it knows what was verified already, and how full it is."""
+    """Returns one object for each directory and process: it knows which entries were verified, and how full the cache
+    is."""
     return DiskCache(root, limit_mb * 2**20)
 
 
 class _Folder:
-    """An open directory that this user alone can write, by its real path. OSError if it is none."""
+    """An open directory that this user alone can write, by its real path. Raises OSError if it is not one."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(os.path.realpath(path))
@@ -295,7 +296,7 @@ class _Folder:
         self.scratch = Scratch(self.path)
 
     def check(self) -> None:
-        """Distrusted, if somebody else could write there by now, or if the path leads somewhere else."""
+        """Raises Distrusted if somebody else could write there by now, or if the path leads somewhere else."""
         if problem := folder_problem(self.path):
             raise Distrusted(f"it is not safe to load code from: {problem}")
         if not os.path.samestat(os.lstat(self.path), os.fstat(self.descriptor)):
@@ -303,7 +304,7 @@ class _Folder:
 
 
 def _make(folder: Path) -> None:
-    """With all that is missing above it, for this user alone whatever the umask says."""
+    """Makes a folder and missing parents, for this user alone whatever the umask says."""
     if not folder.exists():
         _make(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -333,14 +334,14 @@ def _scan(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _seal(name: str, data: bytes) -> bytes:
-    """Of the name as well: what lies under another key is not what belongs there."""
+    """The seal covers the name as well: data under another key is not valid there."""
     digest = hashlib.sha256(name.encode() + b"\0")
     digest.update(data)
     return _SEAL + digest.hexdigest().encode() + b"\n"
 
 
 def unsealed(name: str, sealed: bytes) -> bytes | None:
-    """The data of an entry; None if it is none, or not as it was written."""
+    """Returns the data of an entry; None if it is not an entry, or was changed."""
     data = sealed[:-_SEAL_LENGTH]
     return data if _ENTRY.fullmatch(name) and sealed[-_SEAL_LENGTH:] == _seal(name, data) else None
 

@@ -1,12 +1,12 @@
-"""The cache on disk as one file, for another machine.
+"""Exports and imports the cache on disk as one file, for another machine.
 
     count = export(cache, Path("kernels.zip"))
     new = load(cache, Path("kernels.zip"))         # CacheError says what is wrong with it; then nothing was taken
 
-A plain zip of entries, each under its name and with its seal, as it lies in the cache. Compiled kernels run with the
-rights of the user who loads them, and a seal says that an entry is whole, not who made it: a file is taken only if
-nobody but this user, or root, can have written it. Keys hold compiler and machine, so what does not fit a machine is
-never loaded.
+The file is a plain zip of entries, each under its name and with its seal, as in the cache. Compiled kernels run with
+the rights of the user who loads them, and a seal says that an entry is complete, not who made it: a file is accepted
+only if nobody but this user, or root, can have written it. Keys include compiler and machine, so entries that do not
+fit a machine are never loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .trust import open_file
 
 
 def export(cache: DiskCache, path: Path) -> int:
-    """Write every entry that is whole to a file, which appears by rename; how many there were."""
+    """Writes every intact entry to a file, which appears by rename. Returns their number."""
     count = 0
     try:
         with tempfile.NamedTemporaryFile(dir=path.absolute().parent, delete=False) as file:

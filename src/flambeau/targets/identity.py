@@ -1,4 +1,4 @@
-"""What a compiled program depends on besides its source: versions, our own source code, the machine."""
+"""Identifies what a compiled program depends on besides its source: versions, our own source code, the machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SOURCES = (".py", ".h", ".cpp")
 
 
 class Uncacheable(Exception):
-    """Why something has no key."""
+    """Raised with the reason why something has no key."""
 
 
 def identity(target: Target) -> tuple[str, ...]:
-    """Equal in two processes only if both compile alike for it."""
+    """Returns versions, source digest and machine: equal in two processes only if both compile alike for the target."""
     return torch.__version__, str(torch.version.git_version), sys.version, source_digest(), machine(target)
 
 
@@ -40,7 +40,7 @@ def source_digest() -> str:
 
 
 def machine(target: Target) -> str:
-    """What the scheduler knows of the target. Sets have another order in every process."""
+    """Returns what the scheduler knows of the target. Sets are sorted, since their order differs between processes."""
     facts = vars(target.capabilities()).items()
     plain = [(name, sorted(map(str, x)) if isinstance(x, frozenset) else x) for name, x in facts]
     return target.identity() + repr(plain)

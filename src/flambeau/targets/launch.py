@@ -33,7 +33,7 @@ class Launcher:
 
 
 def stored_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher | None:
-    """The extension if it is in the cache already; the ctypes form where no extension can be compiled."""
+    """Returns the extension if it is in the cache already; the ctypes form where no extension can be compiled."""
     if not (python_headers() / "Python.h").exists():
         log.info("Python.h is not installed: kernels are called through ctypes, 3 microseconds slower")
         return CTYPES
@@ -42,7 +42,7 @@ def stored_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher | None:
 
 
 def build_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher:
-    """Compile the extension."""
+    """Compiles the extension."""
     try:
         module = _extension(_NAME, toolchain, disk).build()
     except Closing:
@@ -54,7 +54,7 @@ def build_launcher(toolchain: Toolchain, disk: DiskCache) -> Launcher:
 
 
 def extension(name: str, toolchain: Toolchain, disk: DiskCache) -> ModuleType:
-    """The module of <name>.cpp beside this file, stored by an earlier process or compiled now."""
+    """Returns the module of <name>.cpp next to this file, stored by an earlier process or compiled now."""
     found = _extension(name, toolchain, disk)
     module: ModuleType = found.stored() or found.build()
     return module
@@ -65,7 +65,7 @@ def _extension(name: str, toolchain: Toolchain, disk: DiskCache) -> Extension:
 
 
 class _CtypesLaunch:
-    """The same as `Launch` of the extension."""
+    """The ctypes counterpart of the extension's `Launch`."""
 
     _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -82,7 +82,7 @@ class _CtypesLaunch:
 
 
 class PythonPlan:
-    """The same as `Plan` of the extension, for any launches."""
+    """The Python counterpart of the extension's `Plan`, for any launches."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = [(launch, tuple(pointers), tuple(sizes)) for launch, pointers, sizes in steps]

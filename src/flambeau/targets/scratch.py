@@ -1,7 +1,7 @@
 """Temporary folders in a cache: one for each process, which shows whether the process is alive.
 
-The folder is locked for as long as the process lives, however it ends: a lock that can be had is that of a dead
-process, on this machine or on another one that shares the disk, and the folder is removed. So nothing has to be guessed
+The folder is locked for as long as the process lives, however it ends. A lock that can be taken belongs to a dead
+process, on this machine or on another one that shares the disk, and its folder is removed. So nothing has to be guessed
 from ages or process numbers.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from flambeau.targets.background import at_exit, closing, fork_safe, held, hold, release
 
 NAME = "tmp"
-_OLD = 86400  # seconds; where a disk has no locks, what nobody has written to for a day is nobody's
+_OLD = 86400  # seconds; where a disk has no locks, folders that were not written for a day count as abandoned
 
 
 class Scratch:
@@ -34,16 +34,16 @@ class Scratch:
         self.sweep()
 
     def path(self) -> Path:
-        """The folder of this process."""
+        """Returns the folder of this process."""
         with self._lock:
-            # A forked child has a folder of its own. What was deleted under the process is made again.
+            # A forked child has a folder of its own. A folder that was deleted under the process is made again.
             if self._path is None or self._pid != os.getpid() or not self._path.is_dir():
                 self._path, self._pid = self._make(), os.getpid()
             return self._path
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """A fresh one, until the block ends."""
+        """Makes a fresh folder, until the block ends."""
         made = tempfile.mkdtemp(dir=self.path())
         try:
             yield Path(made)
@@ -52,7 +52,7 @@ class Scratch:
             self._leave()
 
     def write(self, data: bytes, target: Path) -> None:
-        """A whole file, which appears in its place in one step."""
+        """Writes a whole file, which appears in its place in one step."""
         handle, temporary = tempfile.mkstemp(dir=self.path())
         try:
             with os.fdopen(handle, "wb") as file:
@@ -66,12 +66,12 @@ class Scratch:
             self._leave()
 
     def sweep(self) -> None:
-        """Remove what dead processes left."""
+        """Removes the folders of dead processes."""
         with suppress(OSError):
             for item in list(os.scandir(self.home)):
                 with suppress(OSError):
                     _remove_dead(item.path)
-            self.home.rmdir()  # fails while others are at work
+            self.home.rmdir()  # fails while other processes use it
 
     def _make(self) -> Path:
         while True:
@@ -105,7 +105,7 @@ class Scratch:
                 self.home.rmdir()
 
     def _leave(self) -> None:
-        """Where the process ends, nobody comes to remove the folder later."""
+        """Removes the folder if the process is ending, since nobody does so later."""
         if closing():
             self._remove()
 
@@ -117,7 +117,7 @@ def _remove_dead(path: str) -> None:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return  # it lives
+                return  # its process is alive
             except OSError:
                 if time.time() - os.fstat(descriptor).st_mtime < _OLD:
                     return

@@ -2,12 +2,12 @@
 
     torch.compile(model, backend="flambeau", options={"search": True})     # or FLAMBEAU_SEARCH=1
 
-Which of a source's alternatives is the fastest is a fact about the machine. It is kept on disk under a key of all their
-texts, the chip, Triton and the sizes (to the next power of two), and later processes time nothing.
+Which of a source's alternatives is the fastest depends on the machine. The answer is kept on disk under a key of all
+their texts, the chip, Triton and the sizes (to the next power of two), and later processes time nothing.
 
-Every alternative runs on the very memory that the heuristic's kernel ran on, and has to leave there what that one left,
-but for rounding; if it does not, it is dropped. So only kernels that give the same result whenever they are launched
-have alternatives (`codegen/triton/block_variants.py`). Workspaces are no obstacle, each launch clears them; nor are
+Every alternative runs on the same memory as the heuristic's kernel, and has to leave the same results there, except for
+rounding; otherwise it is dropped. So only kernels that give the same result however often they are launched have
+alternatives (`codegen/triton/block_variants.py`). Workspaces are no obstacle, since each launch clears them; nor are
 random numbers, which follow from a seed in memory. A plan decides once: if its sizes grow later, its shapes stay.
 """
 
@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from flambeau.codegen.source import BlockSource
+from flambeau.codegen.triton.dialect import POINTED
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.base import Build, Launch, Plan, Step
@@ -37,12 +38,11 @@ from .cuda.triton_compile import identity
 log = logging.getLogger(__name__)
 
 SUFFIX = ".tuned"
-ROUNDS = 5  # each times all candidates, in turn forwards and backwards: clocks drift
-GAIN = 0.98  # of the heuristic's time, that another must stay below: what is closer is noise
-FLOATS = {"*fp64": torch.float64, "*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16}
-# How much of the greatest result rounding may make up.
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-BYTES = {"1": 1, "8": 1, "16": 2, "32": 4, "64": 8}
+ROUNDS = 5  # each times all candidates, alternately forwards and backwards, because clocks drift
+GAIN = 0.98  # share of the heuristic's time that another must stay below: smaller differences are noise
+# The tolerance for rounding, relative to the greatest result.
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2,
+            torch.float8_e4m3fn: 0.125, torch.float8_e5m2: 0.25}
 
 
 _undecided = ContextVar("undecided", default=False)
@@ -50,7 +50,7 @@ _undecided = ContextVar("undecided", default=False)
 
 @contextmanager
 def undecided() -> Iterator[None]:
-    """Inside, plans take the heuristic's shapes, and decide later."""
+    """Makes plans use the heuristic's shapes within this block, and decide later."""
     token = _undecided.set(True)
     try:
         yield
@@ -59,20 +59,20 @@ def undecided() -> Iterator[None]:
 
 
 class Timed(Protocol):
-    """What a target has on which shapes are searched for."""
+    """The methods of a target for which shapes can be searched."""
 
     def build(self, sources: Sequence[Any]) -> Build: ...
     def plan(self, steps: Sequence[Step]) -> Plan: ...
     def queue(self) -> object | None: ...
 
     def chip(self) -> str:
-        """Which one it is, as far as times on it differ."""
+        """Identifies the chip, as far as times on it differ."""
 
     def memory(self, address: int, nbytes: int) -> torch.Tensor:
-        """What lies there, as a uint8 tensor that shares it."""
+        """Returns memory as a uint8 tensor that shares it."""
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """How long the kernels take that are launched inside."""
+        """Returns the time that the kernels launched by `run` take."""
 
 
 @dataclass
@@ -100,7 +100,8 @@ def is_open(steps: Sequence[Step]) -> bool:
 
 
 class OpenPlan:
-    """A plan with choices in it. The first call goes step by step: what a step reads, the steps before it made."""
+    """A plan with undecided launches. The first call runs step by step, since a step reads the results of those before
+    it."""
 
     def __init__(self, target: Timed, steps: Sequence[Step]) -> None:
         self._target, self._steps = target, list(steps)
@@ -111,7 +112,7 @@ class OpenPlan:
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> tuple[int, int] | None:
         if self._plan is not None:
             return self._plan(pointers, sizes)
-        if _undecided.get() or self._target.queue() is None:  # a graph is being captured: nothing may be waited for
+        if _undecided.get() or self._target.queue() is None:  # during a graph capture nothing may be waited for
             return self._first(pointers, sizes)
         with self._lock:
             made: list[Step] = []
@@ -132,7 +133,7 @@ def _heuristic(launch: Launch) -> Launch:
 
 
 def decide(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequence[int]) -> Launch:
-    """The fastest launch for such sizes: known to this process, to the disk, or found now."""
+    """Returns the fastest launch for such sizes: known to this process, stored on disk, or found now."""
     alike = tuple(n.bit_length() for n in sizes)
     if alike not in choice.decided:
         source = choice.source
@@ -145,7 +146,7 @@ def decide(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequen
 
 
 def kept(about: Sequence[Any], find: Callable[[], str] | None) -> str:
-    """What was found for such a question in whatever process; found now, if it can be."""
+    """Returns the answer to a question that any process has stored; finds it now if `find` is given."""
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
     data = disk.read(key, SUFFIX)
@@ -157,7 +158,8 @@ def kept(about: Sequence[Any], find: Callable[[], str] | None) -> str:
 
 
 def fastest(target: Any, candidates: Mapping[int, Callable[[], object]]) -> tuple[int, dict[int, float]]:
-    """Which of them, zero unless another is faster by more than noise; and the seconds that each took."""
+    """Returns the fastest candidate, zero unless another is faster by more than noise, and the seconds that each
+    took."""
     best = dict.fromkeys(candidates, float("inf"))
     for turn in range(ROUNDS):
         for number in sorted(candidates, reverse=bool(turn % 2)):
@@ -167,17 +169,17 @@ def fastest(target: Any, candidates: Mapping[int, Callable[[], object]]) -> tupl
 
 
 def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequence[int]) -> int:
-    """The number (zero: the heuristic's) of the fastest of those that agree with the heuristic's."""
+    """Returns the number of the fastest candidate whose results agree with the heuristic's (zero: the heuristic's)."""
     source = choice.source
     names = {f"n{k}": n for k, n in enumerate(sizes)}
     results = []
     for at, count in source.results:
         kind = source.pointers[at]
-        nbytes = int(eval(count, {}, names)) * BYTES[kind.lstrip("*fpbiu")]
+        nbytes = int(eval(count, {}, names)) * POINTED[kind].itemsize
         results.append((kind, target.memory(pointers[at], nbytes)))
     def run(launch: Launch) -> None:
         for _, memory in results:
-            memory.fill_(0xA5)  # what is not written shows
+            memory.fill_(0xA5)  # makes elements that are not written visible
         launch(pointers, sizes)
 
     run(choice.launch)
@@ -188,7 +190,7 @@ def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequen
             continue
         try:
             run(launch)
-        except RuntimeError as error:  # of the driver: more than the machine has for one program
+        except RuntimeError as error:  # of the driver: it needs more than the machine has for one program
             log.info("%s: candidate %d does not start: %s", source.name, number, error)
             continue
         if all(agree(floats(kind, memory), floats(kind, want))
@@ -204,7 +206,7 @@ def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequen
 
 
 def built(target: Timed, sources: Sequence[BlockSource]) -> list[Launch | None]:
-    """None where one does not build: too large for the machine, perhaps."""
+    """Returns the launch of each source; None for one that does not build, perhaps too large for the machine."""
     made = target.build(sources).wait()
     for name, kernel in made.items():
         if isinstance(kernel, CompileError):
@@ -213,14 +215,18 @@ def built(target: Timed, sources: Sequence[BlockSource]) -> list[Launch | None]:
 
 
 def floats(kind: str, memory: torch.Tensor) -> torch.Tensor:
-    """Memory behind a pointer of Triton's, as what it holds, if that is rounded."""
-    return memory.view(FLOATS[kind]) if kind in FLOATS else memory
+    """Returns the memory behind a pointer as floats, if they are; their results may differ by rounding."""
+    dtype = POINTED[kind]
+    return memory.view(dtype) if dtype in ROUNDING else memory
 
 
 def agree(made: torch.Tensor, wanted: torch.Tensor, least: float = 0) -> bool:
-    """But for what rounding makes up of the greatest: `least`, or more where the dtype has fewer digits."""
+    """Whether results agree, up to rounding relative to the greatest: by `least`, or more for dtypes with fewer
+    digits."""
     if wanted.dtype not in ROUNDING or not wanted.numel():
         return torch.equal(made, wanted)
     rounding = max(ROUNDING[wanted.dtype], least)
+    if wanted.dtype.itemsize == 1:  # torch does not compare floats of 8 bits
+        made, wanted = made.float(), wanted.float()
     scale = wanted.nan_to_num(0, 0, 0).abs().max().item()
     return torch.allclose(made, wanted, rtol=rounding, atol=rounding * scale, equal_nan=True)

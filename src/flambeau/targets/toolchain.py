@@ -1,7 +1,7 @@
 """The C++ compiler of this machine: finds it, tests which flags it supports, and runs it.
 
-A probe's outcome is kept in the cache on disk under the identity of the compiler's file, so that a process
-which finds all its kernels there starts no compiler at all, not even to ask for its version.
+The result of a probe is kept in the cache on disk under the identity of the compiler's file, so that a process that
+finds all its kernels there starts no compiler at all, not even to ask for its version.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
@@ -45,7 +46,7 @@ _REQUIRED = ("-std=c++17", "-O3", "-fPIC", "-shared", *_MATH, *_WRAP, "-ffp-cont
 
 @dataclass(frozen=True)
 class _Option:
-    """Flags that kernels work without; `loss` is what the user is told if they must."""
+    """Flags that kernels can do without; `loss` tells the user what is lost without them."""
 
     flags: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
@@ -55,28 +56,28 @@ class _Option:
 def _options() -> dict[str, _Option]:
     return {
         "native": _Option(flags=("-march=native",)),
-        # A select whose outcome decides the next comparison becomes two paths with a comparison each, and a loop with
-        # paths of its own stays scalar (the positions of maxima: 6x slower).
+        # A select that decides the next comparison becomes two paths with a comparison each, and a loop with such paths
+        # stays scalar (the positions of maxima: 6x slower).
         "paths": _Option(flags=("-fno-thread-jumps",)),
         # Jamming two outer steps into one vector loop turns contiguous reads into gathers (embedding bags: 4x slower).
         "jam": _Option(flags=("-fno-loop-unroll-and-jam",)),
         "openmp": _Option(
             flags=("-fopenmp",), libraries=_openmp_libraries(),
             loss="has no OpenMP: kernels run on one thread. Install the compiler's OpenMP runtime (libgomp)"),
-        # Vector loops also where there is no OpenMP.
+        # Vector loops even without OpenMP.
         "simd": _Option(flags=("-fopenmp-simd",)),
-        # The vector forms of sin and friends, where the C library has them.
+        # The vector forms of sin and similar functions, where the C library has them.
         "mvec": _Option(libraries=("-lmvec",)),
     }
 
 
-# What compiler, linker and loader say when it is the disk's fault, not the text's.
+# Messages of compiler, linker and loader that are the disk's fault, not the text's.
 _DISK_SYMPTOMS = {
     "No space left on device": "no space left",
     "failed to map segment from shared object": "mounted noexec",
 }
 
-# It declares what it calls: to parse <cmath> takes longer than all the rest.
+# It declares the functions it calls: parsing <cmath> takes longer than everything else.
 _PROBE = """
 #include <stdint.h>
 extern "C" double exp(double) noexcept;
@@ -91,25 +92,25 @@ extern "C" double flambeau_probe(const double* x, int64_t n) {
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A compiler that works, with the flags it takes."""
+    """A working compiler, with the flags it takes."""
 
     compiler: str
     version: str
     flags: tuple[str, ...]
     libraries: tuple[str, ...]
     losses: tuple[str, ...]
-    seconds: int = 600  # in which it must have ended
+    seconds: int = 600  # the time limit of a compilation
 
     def identity(self) -> str:
-        """Whatever decides, besides the text, which machine code comes out, and where it may run."""
+        """Returns everything besides the text that decides the machine code, and where it may run."""
         return "\n".join((self.version, *self.flags, *self.libraries, cpu_identity()))
 
     def compile(self, text: str, name: str, disk: DiskCache, load: Callable[[Path], T], include: Path | None = None
                 ) -> tuple[T, bytes]:
-        """What `load` makes of the shared library built from C++ text, and the library itself.
+        """Returns the result of `load` for the shared library built from C++ text, and the library's bytes.
 
-        It is loaded before anybody stores it: nothing that does not load gets into the cache. Raises
-        CompileError with what the compiler said, or what `load` raises.
+        It is loaded before it is stored, so that nothing that does not load gets into the cache. Raises CompileError
+        with the compiler's output, or what `load` raises.
         """
         while True:
             with disk.workspace() as folder:
@@ -135,14 +136,14 @@ class Toolchain:
 
 
 class CompilerKilled(CompileError):
-    """The compiler was ended from outside, or because it took too long: parts of the text fare no better."""
+    """The compiler was killed from outside, or for taking too long: compiling parts of the text would not help."""
 
 
 _FINAL = (CompilerKilled, Closing)
 
 
 def find_toolchain(setting: str, disk: DiskCache) -> Toolchain:
-    """The compiler that `setting` names, probed unless this process or an earlier one has done so."""
+    """Returns the compiler that `setting` names, probed unless this process or an earlier one has done so."""
     found = shutil.which(setting)
     if found is None:
         raise CompileError(f"the C++ compiler {setting!r} was not found", target="cpu",
@@ -157,16 +158,18 @@ def find_toolchain(setting: str, disk: DiskCache) -> Toolchain:
 
 @cache
 def cpu_identity() -> str:
-    """What `-march=native` depends on: its code must not be loaded on a machine with other instructions."""
+    """Returns what `-march=native` depends on: its code must not be loaded on a machine with other instructions."""
     x86 = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
     arm = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features")
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        uname = os.uname()
-        return f"{uname.machine} {uname.nodename}"
-    rows = [line.split(":", 1) for line in first.splitlines() if ":" in line]
-    return "\n".join(f"{key.strip()}: {value.strip()}" for key, value in rows if key.strip() in x86 + arm)
+    text = ""
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+    rows = [[part.strip() for part in line.split(":", 1)] for line in text.splitlines() if ":" in line]
+    told = dict.fromkeys(f"{key}: {value}" for key, value in rows if key in x86 + arm)  # cores may differ
+    if told:
+        return "\n".join(told)
+    uname = os.uname()  # other architectures name other things: such a machine shares its kernels with no other
+    return f"{uname.machine} {uname.nodename}"
 
 
 @cache
@@ -184,7 +187,7 @@ def _toolchain(compiler: str, file_identity: str, disk: DiskCache, seconds: int)
 
 
 def _stored(compiler: str, data: bytes | None) -> Toolchain | None:
-    """The probe result of an earlier process; None if the entry is malformed."""
+    """Returns the probe result of an earlier process; None if the entry is malformed."""
     try:
         version, *lists = json.loads(data or b"")
     except ValueError:
@@ -233,8 +236,8 @@ def _probe(compiler: str, disk: DiskCache, seconds: int) -> Toolchain:
 
 
 def _run(command: list[str], folder: Path, seconds: int) -> subprocess.CompletedProcess[str]:
-    # In the C locale messages can be recognised. The compiler's own temporary files go to the folder of the
-    # build, so that none outlive it even if the compiler is killed.
+    # In the C locale messages can be recognised. The compiler's own temporary files go to the folder of the build, so
+    # that none remain even if the compiler is killed.
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
     try:
         return run(command, environment, seconds)
@@ -245,13 +248,13 @@ def _run(command: list[str], folder: Path, seconds: int) -> subprocess.Completed
 
 
 def _openmp_libraries() -> tuple[str, ...]:
-    """The OpenMP runtime inside the torch wheel, where it has a name of its own.
+    """Returns linker flags for the OpenMP runtime inside the torch wheel, if it has a name of its own.
 
-    Two runtimes in one process would be two pools of threads that take each other's cores, and
-    torch.set_num_threads would reach one of them. A runtime with the usual name is shared without help: the
-    loader takes the one that is already there.
+    Two runtimes in one process would be two pools of threads that compete for cores, and torch.set_num_threads would
+    reach only one of them. A runtime with the usual name is shared without help: the loader takes the one that is
+    already loaded.
     """
-    torch = find_spec("torch")  # not imported: the name of a file is all that is wanted
+    torch = find_spec("torch")  # torch is not imported: only the name of a file is needed
     if torch is None or torch.origin is None:
         return ()
     folder = Path(torch.origin).parent
@@ -260,7 +263,7 @@ def _openmp_libraries() -> tuple[str, ...]:
 
 
 def whole_text(path: Path) -> str:
-    """A text with the files beside it that it includes, so that one hash is enough."""
+    """Returns a text with its included files from the same folder, so that one hash is enough."""
     return re.sub(r'^#include "([^"]+)"$', lambda found: whole_text(path.parent / found[1]), path.read_text(),
                   flags=re.MULTILINE)
 
@@ -271,9 +274,10 @@ def python_headers() -> Path:
 
 @dataclass(frozen=True)
 class Extension:
-    """C++ that is compiled once, and kept on disk under all that it depends on; `more` is what the text does not say.
+    """C++ code that is compiled once, and kept on disk under everything it depends on. `more`: dependencies that are
+    not in the text.
 
-    It is a module of Python, or what `load` makes of the library.
+    It is a Python module, or the result of `load` for the library.
     """
 
     name: str
@@ -289,7 +293,7 @@ class Extension:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def stored(self) -> Any:
-        """What an earlier process compiled; None if there is nothing that loads."""
+        """Returns what an earlier process compiled; None if there is nothing that loads."""
         path = self.disk.get(self.key, ".so")
         try:
             return None if path is None else self._loaded(path)
@@ -298,7 +302,7 @@ class Extension:
             return None
 
     def build(self) -> Any:
-        """Compile it; CompileError, ImportError or OSError if that does not work."""
+        """Compiles it. Raises CompileError, ImportError or OSError if that does not work."""
         made, data = self.toolchain.compile(self.text, self.name, self.disk, self._loaded, python_headers())
         self.disk.put(self.key, data, ".so")
         return made
@@ -308,7 +312,7 @@ class Extension:
 
 
 def load_extension(name: str, path: Path) -> ModuleType:
-    """The Python module that a library of this name is; ImportError if it is none."""
+    """Loads a library as a Python module of this name. Raises ImportError if it is none."""
     loader = ExtensionFileLoader(name, str(path))
     module = module_from_spec(ModuleSpec(name, loader, origin=str(path)))
     loader.exec_module(module)

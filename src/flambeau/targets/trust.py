@@ -4,10 +4,10 @@
     descriptor = open_file(folder_descriptor, name)      # PermissionError if somebody else could have written it
 
 A folder is this user's alone if no other user can write to it, and none can rename or replace a folder above it. In a
-folder with the sticky bit (/tmp) everybody may write, but what belongs to one user no other can rename: so it may stand
+folder with the sticky bit (/tmp) everybody may write, but nobody can rename what belongs to another user: so it may be
 above a folder that belongs to this user. Where this holds for the real path of a folder, without symbolic links, the
-path leads to the same files until this user, or root, changes that. So what was read and checked by descriptor may be
-loaded by its path.
+path leads to the same files until this user, or root, changes that. So a file that was read and checked by descriptor
+may be loaded by its path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROOT = 0
 
 
 def folder_problem(path: Path) -> str | None:
-    """What is wrong with a folder, given by its real path, or with one above it."""
+    """Returns what is wrong with a folder, given by its real path, or with one above it; None if it is safe."""
     for folder in (*reversed(path.parents), path):
         status = os.lstat(folder)
         shown = "it" if folder == path else str(folder)
@@ -35,7 +35,7 @@ def folder_problem(path: Path) -> str | None:
 
 
 def open_file(folder: int, name: str) -> int:
-    """A descriptor of a file in an open folder, for reading."""
+    """Opens a file in an open folder for reading. Raises PermissionError if another user could have written it."""
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_uid in (_ROOT, os.geteuid()) and not status.st_mode & _OTHERS:

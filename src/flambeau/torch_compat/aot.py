@@ -32,18 +32,18 @@ __all__ = ["AOT_COUNTER", "AOTAutogradCache", "BackwardState", "OutputType", "Ru
            "descriptors", "functionalization", "mark_dynamic", "min_cut_rematerialization_partition",
            "must_recompute", "partitioners", "runtime_wrappers", "saved_output", "schemas"]
 
-# Tells the next graph which sizes of a result may change. Its name is another from 2.12 on.
+# Tells the next graph which sizes of a result are dynamic. It has another name from 2.12 on.
 mark_dynamic = getattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices",
                        getattr(runtime_wrappers, "maybe_mark_dynamic_helper", None))
 check_cacheable = autograd_cache.check_cacheable
-# Views that functionalization found, by which results are made of an input or of each other. None where a release has
-# no such classes: then entries with such views cannot be written.
+# The views from which functionalization recreates results out of an input or each other. None if a release lacks these
+# classes: entries with such views then cannot be written.
 functionalization = getattr(torch._C, "_functionalization", None)
 VIEW_SEQUENCE = getattr(functional_utils, "ViewMetaSequence", None)
 
 
 def saved_output(output: Any, position: int) -> None:
-    """A forward's graph has one more result at this position: a tensor that is saved for its backward."""
+    """Describe one more result of a forward's graph, at this position: a tensor that is saved for its backward."""
     descs = list(output.meta.get("desc") or ())
     if descs:
         descs.insert(position, descriptors.SavedForBackwardsAOTOutput(len(descs)))
@@ -51,11 +51,12 @@ def saved_output(output: Any, position: int) -> None:
 
 
 def by_own_memory(full: Callable[..., Any], meta: Any, inner: Any, *args: Any, **named: Any) -> Any:
-    """What AOTAutograd knows of results, once inputs that overlap are one (`create_synthetic_base_metadata`).
+    """AOTAutograd's metadata of results after inputs that overlap were merged (wraps `create_synthetic_base_metadata`).
 
-    `inner` has for each input its new number, or a pair if it is made anew of the memory of all. A view of such an
-    input is made of that memory, by its strides: torch would replay upon it what was done to the input, and read beyond
-    lists of parts. The numbers of intermediates and of results stay: torch would take them for numbers of inputs.
+    `inner` maps each input to its new number, or to a pair if it is recreated from the merged memory. A view of such an
+    input is recreated from the merged memory by its strides: torch would replay the input's view operations on it, and
+    could read beyond lists of parts. Numbers of intermediates and of results are kept: torch would mistake them for
+    numbers of inputs.
     """
     of_inputs = (OutputType.alias_of_input, OutputType.is_input)
     own = {k: o.base_idx for k, o in enumerate(meta.output_info) if o.output_type not in of_inputs}

@@ -12,7 +12,7 @@ ATTRIBUTES = {
     "_coalesced_": "says of a sparse copy what was known of the original",
     "_is_view": "what is saved for a backward must not be a view of a result",
     "_is_zerotensor": "a tensor of zeros without memory, which a copy must not read",
-    # what AOTAutograd's functions have in their context, and how it knows that arguments come as one list
+    # entries that AOTAutograd's functions keep in their context, and its mark for arguments passed as one list
     "_boxed_call": "the mark of functions that take their arguments as one list, and may free them",
     "_materialize_non_diff_grads": "as AOTAutograd's own function sets it",
     "_tensors_no_vc_check": "saved without a check of their versions, where AOTAutograd's backward looks for them",

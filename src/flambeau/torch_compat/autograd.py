@@ -1,6 +1,6 @@
 """Autograd, autocast and thread state, as the C functions behind torch's own wrappers.
 
-Compiled functions read them at each call, or meet them as nodes of Dynamo's graphs.
+Compiled functions read them at each call, or they appear as nodes in Dynamo's graphs.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 __all__ = ["autocast_devices", "current_transform", "deterministic_algorithms", "enter_autocast", "exit_autocast",
            "increment_version", "keeps_graph", "log_api_usage_once", "saved_tensors_hooks", "set_grad_enabled"]
 
-# torch.set_grad_enabled is a class, whose making and entering cost a call 1 us.
+# torch.set_grad_enabled is a class: constructing and entering it costs each call 1 us.
 set_grad_enabled = torch._C._set_grad_enabled
 deterministic_algorithms = torch._C._get_deterministic_algorithms
 autocast_devices = torch._C._autocast_supported_devices
-increment_version = torch._C._increment_version  # of tensors that a kernel wrote to; its public form takes one
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph=True, of the backward that runs
+increment_version = torch._C._increment_version  # for tensors that a kernel wrote to; the public form takes just one
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph=True, for the running backward
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-current_transform = torch._C._functorch.peek_interpreter_stack  # of torch.func: None outside
-log_api_usage_once = torch._C._log_api_usage_once  # which torch calls in functions that Dynamo traces
+current_transform = torch._C._functorch.peek_interpreter_stack  # the active torch.func transform; None outside
+log_api_usage_once = torch._C._log_api_usage_once  # called by torch in functions that Dynamo traces

@@ -1,6 +1,6 @@
-"""What Dynamo has compiled in this process: functions, reasons for recompilations, graph breaks.
+"""The record of what Dynamo has compiled in this process: functions, reasons for recompilations, graph breaks.
 
-Torch logs all this (TORCH_LOGS="recompiles,graph_breaks"), and gives it to programs by private names alone.
+Torch logs all this (TORCH_LOGS="recompiles,graph_breaks"), but programs can only read it by private names.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch._dynamo import utils
 
-KEPT = 4096  # of which torch keeps the figures; 64 if nobody asks
-RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # what Dynamo calls the rest of a function after a break
+KEPT = 4096  # compilations whose metrics torch keeps; its default is 64
+RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # Dynamo's name for the rest of a function after a break
 BRANCH = "a branch on the value of a tensor"
 
 
@@ -21,7 +21,7 @@ class Compilation(NamedTuple):
     file: str
     line: int
     seconds: float
-    why: str  # it was compiled again; empty the first time
+    why: str  # the reason for recompiling; empty the first time
 
 
 class Break(NamedTuple):
@@ -32,19 +32,19 @@ class Break(NamedTuple):
 
 
 def keep_compilations() -> None:
-    """Let torch keep the figures of more than its last few compilations."""
+    """Make torch keep the metrics of more than its last few compilations."""
     utils.set_compilation_metrics_limit(KEPT)
 
 
 def compilations() -> list[Compilation]:
-    """Of forwards: a backward is compiled with its forward, and for its reason."""
+    """The compilations of forwards: a backward is compiled with its forward, for the same reason."""
     return [Compilation((m.compile_id or "").partition("/")[0], whole(m.co_name or ""), m.co_filename or "",
                         m.co_firstlineno or 0, m.entire_frame_compile_time_s or 0.0, reason(m.recompile_reason or ""))
             for m in utils.get_compilation_metrics() if m.co_name]
 
 
 def breaks() -> list[Break]:
-    """The places at which functions were cut. torch.compiler.reset() forgets them."""
+    """The graph breaks so far. torch.compiler.reset() forgets them."""
     found = []
     for b in utils.graph_break_reasons:
         at = b.user_stack[-1] if b.user_stack else None
@@ -56,12 +56,12 @@ def breaks() -> list[Break]:
 
 
 def whole(name: str) -> str:
-    """The function that a rest of one belongs to."""
+    """The function that a resume function belongs to."""
     found = RESUMED.fullmatch(name)
     return whole(found[1]) if found else name
 
 
 def reason(text: str) -> str:
-    """`0/1: k == 1      # y = x + k  # t.py:4 in f`, and a stack below: without the number and what stands behind."""
+    """The reason alone, from `0/1: k == 1      # y = x + k  # t.py:4 in f` and a stack below."""
     first = text.partition("\n")[0]
     return re.sub(r"^\d+/\d+: ", "", first).partition("  # ")[0].strip()

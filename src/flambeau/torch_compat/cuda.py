@@ -1,6 +1,6 @@
 """CUDA devices, streams and memory pools, as C functions. torch without CUDA has none of them.
 
-A launch asks for device and stream: torch.cuda's functions of Python take some 0.5 us each, these a tenth.
+Each launch queries device and stream: torch.cuda's Python functions take some 0.5 us each, these a tenth of that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAMES = {
     "exchange_device": "_cuda_exchangeDevice",
     "maybe_exchange_device": "_cuda_maybeExchangeDevice",
     "is_current_stream_capturing": "_cuda_isCurrentStreamCapturing",
-    # A recording that failed leaves its pool open, and torch.cuda.graphs does not close it.
+    # A failed recording leaves its memory pool open, and torch.cuda.graphs does not close it.
     "end_allocate_to_pool": "_cuda_endAllocateToPool",
     "release_pool": "_cuda_releasePool",
 }
@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
 
 
 def sleep(cycles: int) -> None:
-    """The current stream waits."""
+    """Make the current stream wait."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """The dispatcher: its keys, its kernels, and guards that exclude parts of it.
 
-`torch.library` registers kernels; it neither says which there are nor calls those below a key.
+`torch.library` registers kernels, but cannot list them or call those below a key.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ has_kernel = torch._C._dispatch_has_kernel
 has_kernel_for_key = torch._C._dispatch_has_kernel_for_dispatch_key
 key_for_device = torch._C._dispatch_key_for_device
 
-# What this thread includes and leaves out. Kernels set it to call autograd, or what is below it, from within.
+# The keys that this thread includes and excludes. Kernels set them to call autograd, or kernels below it.
 included_keys = torch._C._dispatch_tls_local_include_set
 excluded_keys = torch._C._dispatch_tls_local_exclude_set
 AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
 ForceDispatchKeyGuard = torch._C._ForceDispatchKeyGuard
 DisableAutocast = torch._C._DisableAutocast
 
-# Whether somebody watches calls (`TorchDispatchMode`): asked at each run of a program, so it is the C function itself.
+# Whether a `TorchDispatchMode` is active. Called at each run of a program, so this is the C function itself.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def composite(op: Any) -> Callable[..., Any]:
-    """Torch's own kernel of an operator that is made of others, whatever stands in its place."""
+    """Torch's own kernel of a composite operator, even if another kernel replaces it."""
     return partial(op._op_dk, DispatchKey.CompositeImplicitAutograd)
 
 
@@ -49,7 +49,7 @@ _SKIP = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
 
 
 def untraced(fn: _Function) -> _Function:
-    """A function that Dynamo traces neither itself nor what it calls: `torch.compiler.disable` without a wrapper and
-    without an import of Dynamo. After a graph break it watches kernels too, and would run them on fake tensors."""
+    """Make Dynamo skip a function and everything it calls: `torch.compiler.disable` without a wrapper and without
+    importing Dynamo. After a graph break, Dynamo also watches kernels, and would run them on fake tensors."""
     set_code_exec_strategy(fn.__code__, _SKIP)
     return fn

@@ -1,6 +1,6 @@
 """Dynamo: frames, tracing, and its settings.
 
-What is public is used by its public name: torch.compiler.reset, disable, assume_constant_result.
+Public functions are used by their public names: torch.compiler.reset, disable, assume_constant_result.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["SKIP_FRAME", "WRAPPER", "ConstantSource", "DeviceInterface", "Tensor
            "is_fullgraph", "may_break", "maybe_mark_dynamic", "prepare_optimizers", "register_interface_for_device",
            "restore_runtime_marks", "skip_code", "unskip_code", "without_runtime_marks"]
 
-# An answer to Dynamo's question about a frame: run it as it is, and ask again about what it calls.
+# Answer to Dynamo about a frame: run it uncompiled, but ask again about the functions it calls.
 SKIP_FRAME = ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT), apply_to_code=False)
-# The code that torch.compile puts around a function which Dynamo would not trace by itself.
+# The code with which torch.compile wraps a function that Dynamo would not trace by itself.
 WRAPPER: CodeType = wrap_inline(len).__code__
 
-# What Dynamo does to optimizers once, at its first compilation: changes of ours lie above it.
+# Changes to optimizers that Dynamo makes once, at its first compilation: ours must be applied after them.
 prepare_optimizers = TorchPatcher.patch
 current_translator = InstructionTranslator.current_tx
 
@@ -43,24 +43,24 @@ def unskip_code(code: CodeType) -> None:
 
 
 def backend_of(callback: Any) -> Any:
-    """The backend for which a callback of frames compiles, without the wrappers that torch.compile puts around it."""
+    """The backend that a frame callback compiles with, without the wrappers that torch.compile puts around it."""
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend
     return callback
 
 
 def is_fullgraph(wrapper: Any) -> bool:
-    """Whether a callback of frames was made with fullgraph=True."""
+    """Whether a frame callback was made with fullgraph=True."""
     return bool(getattr(wrapper._torchdynamo_orig_backend, "_one_graph", False))
 
 
 def may_break(translator: Any) -> bool:
-    """Whether what is being traced may be cut into several graphs. `error_on_graph_break` is there from 2.9 on."""
+    """Whether the traced code may be split into several graphs. `error_on_graph_break` exists from 2.9 on."""
     return not (translator.one_graph or getattr(translator, "error_on_graph_break", False))
 
 
 def handed_on(error: Exception, frame: FrameType | None) -> Exception:
-    """The error as one that Dynamo does not wrap: still of its class, and shown from this frame on."""
+    """A copy of the error that Dynamo does not wrap: still of its class, with a traceback from this frame on."""
     kind = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
     made: Exception = kind.__new__(kind, *error.args)
     vars(made).update(vars(error), first_useful_frame=frame)
@@ -68,17 +68,17 @@ def handed_on(error: Exception, frame: FrameType | None) -> Exception:
 
 
 def allow_recompiles(count: int) -> None:
-    """How often Dynamo compiles one function before it leaves it to eager; for benchmarks over many shapes."""
+    """Set how often Dynamo compiles one function before leaving it to eager; for benchmarks over many shapes."""
     config.recompile_limit = count
 
 
 # ---- marks for profilers ----------------------------------------------------------------------------------
 
-_silenced: list[bool] = []  # by us, not by the user
+_silenced: list[bool] = []  # nonempty if we turned the marks off, not the user
 
 
 def without_runtime_marks() -> None:
-    """Until the compilation ends, Dynamo does not mark what it writes for profilers, at 2 us for every call."""
+    """Keep Dynamo from marking calls for profilers until the compilation ends; a mark costs every call 2 us."""
     if not config.record_runtime_overhead:
         return
     config.record_runtime_overhead = False
@@ -93,5 +93,5 @@ def restore_runtime_marks(_: Any) -> None:
         config.record_runtime_overhead = True
 
 
-# A backward that is compiled late ends within code that Dynamo watches, and it must not compile what it calls then.
+# A late compilation of a backward ends inside code that Dynamo watches, and Dynamo must not compile this function.
 skip_code(restore_runtime_marks.__code__)

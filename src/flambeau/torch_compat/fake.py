@@ -21,7 +21,7 @@ LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 @contextmanager
 def quiet_traces() -> Iterator[None]:
-    """Torch logs, with its stack, an operator that it cannot trace with symbols; there is another way then."""
+    """Silence torch's log for operators that cannot be traced with symbols, as the caller then tries another way."""
     before, LOG.disabled = LOG.disabled, True
     try:
         yield
@@ -30,7 +30,7 @@ def quiet_traces() -> Iterator[None]:
 
 
 def forget_shapes(ops: Collection[Any]) -> None:
-    """Of results of these operators, which fake tensors remember for all modes."""
+    """Drop the cached results of these operators, which fake tensors keep for all modes."""
     known = FakeTensorMode.cache
     for key in [k for k in list(known) if k.key[0] in ops]:
         known.pop(key, None)

@@ -8,6 +8,6 @@ from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = ["PURE_MODULES", "LazyGraphModule", "PythonPrinter", "qualified_name"]
 
-# `__module__` of the functions that Dynamo writes into graphs, and that act on their arguments and on nothing else.
+# The `__module__` of functions that Dynamo writes into graphs, and that affect nothing but their arguments.
 PURE_MODULES = ("torch", "torch.nn.functional", "torch._C._nn", "torch._C._linalg", "torch._C._special",
                 "torch._C._fft", "torch.functional", "_operator", "math", "torch._tensor")

@@ -11,7 +11,7 @@ __all__ = ["OutputCode", "aoti_load", "aoti_package", "config", "name_device"]
 
 
 def name_device(device: str) -> None:
-    """Give a device a row in the table of what Inductor's texts call devices, so that it asks for generators."""
+    """Add a device to Inductor's table of device names, so that it looks for code generators."""
     from torch._inductor.codegen.common import DeviceOpOverrides, register_device_op_overrides
 
     overrides: Any = DeviceOpOverrides()
@@ -19,7 +19,7 @@ def name_device(device: str) -> None:
 
 
 def aoti_package(program: Any, path: str) -> str:
-    """AOTInductor's package of an exported program."""
+    """Compile an exported program to AOTInductor's package."""
     from torch._inductor import aoti_compile_and_package
 
     return aoti_compile_and_package(program, package_path=path)

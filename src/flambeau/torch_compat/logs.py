@@ -2,7 +2,7 @@
 
     log = artifact_log(__name__, "output_code")      # shown with TORCH_LOGS="output_code"
 
-Torch has no public way for a backend to give its logger a handler, or to say that a message is an artifact.
+Torch has no public way for a backend to give its logger a handler, or to declare a message as an artifact.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ NAME = "flambeau"
 
 
 def _announce() -> None:
-    """Make our logger one of torch's: as when torch registers its own, but without a reset of those."""
+    """Register our logger with torch, as torch does for its own, but without resetting those."""
     wanted = os.environ.get("TORCH_LOGS", "")
-    if NAME in wanted:  # torch does so itself, maybe later: it looks at our modules first
+    if NAME in wanted:  # torch does it itself, maybe later: it imports our modules first
         return
     internal.log_registry.register_log(NAME, NAME)
     log = logging.getLogger(NAME)
@@ -29,7 +29,7 @@ def _announce() -> None:
 
 
 def artifact_log(module: str, artifact: str) -> logging.Logger:
-    """Not every release has every artifact: then it is a log of that name."""
+    """The log of an artifact; a plain logger of that name if this release does not have the artifact."""
     if artifact not in internal.log_registry.artifact_names:
         return logging.getLogger(f"{module}.{artifact}")
     return getArtifactLogger(module, artifact)

@@ -1,6 +1,6 @@
 """Memory of tensors: allocation without the dispatcher, and reference counts.
 
-An allocation of a compiled graph by `torch.empty_strided` costs 1 us more than by these.
+In a compiled graph, an allocation with `torch.empty_strided` takes 1 us longer than with these functions.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["TensorBase", "TensorGuards", "storage_use_count"]
 
 storage_use_count = torch._C._storage_Use_Count
-# Builds of torch without CUDA have no function for it.
+# torch builds without CUDA lack the second one.
 _ALLOCATORS = {"empty_strided_cpu": "_empty_strided_cpu", "empty_strided_cuda": "_empty_strided_cuda"}
 
 
 def __getattr__(name: str) -> Any:
     guards: Any = torch._C._dynamo.guards
-    if name == "TensorGuards":  # properties of many tensors, checked in one call: dtype, sizes, keys, devices
+    if name == "TensorGuards":  # checks properties of many tensors in one call: dtype, sizes, keys, devices
         return guards.TensorGuards
     if name in _ALLOCATORS:
         return getattr(guards, _ALLOCATORS[name])

@@ -8,11 +8,11 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 __all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket", "allow_numbers_as_tensors", "conj", "foreach_add",
            "foreach_div", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_pow", "is_composite", "neg_view"]
 
-# Lazy conjugates and negatives as such: `torch.conj` leaves real numbers alone and the public negative computes.
+# Lazy conjugate and negative views: `torch.conj` returns real tensors unchanged, and the public negative computes.
 conj = torch._conj
 neg_view = torch._neg_view
 
-# Operators over lists. Optimizers are written in them, and by these functions Dynamo knows them.
+# Operators over lists, which optimizers use, by the names that Dynamo knows.
 foreach_add = torch._foreach_add
 foreach_div = torch._foreach_div
 foreach_lerp_ = torch._foreach_lerp_
@@ -20,10 +20,10 @@ foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_pow = torch._foreach_pow
 
-# Context: whether calls take Python's numbers where a schema says Tensor, as torch's own functions do.
+# A context in which calls accept Python numbers where the schema says Tensor, as torch's own functions do.
 allow_numbers_as_tensors = torch._C._should_allow_numbers_as_tensors
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Whether autograd sees the operators that this one calls, and not itself."""
+    """Whether autograd sees the operators that this one calls, rather than the operator itself."""
     return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)

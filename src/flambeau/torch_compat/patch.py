@@ -1,4 +1,4 @@
-"""A change to torch as an object: what, why, for which versions, its scope, how to apply and undo it."""
+"""A change to torch as an object: what it changes, why, for which versions, its scope, how to apply and undo it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-MISSING: Any = object()  # nothing stands there, or nothing is to
-Change = tuple[Any, Any, Any]  # the owner (an object or a dict), the name there, and what is to stand there
+MISSING: Any = object()  # the name is absent, or is to be removed
+Change = tuple[Any, Any, Any]  # the owner (an object or a dict), the name in it, and the new value
 _LOCK = threading.Lock()
 
 
 @dataclass
 class _Made:
-    """One application: what it was given, and for each place what was put there and what it took the place of."""
+    """One application: its arguments, and for each place the new value and the one it replaced."""
 
     given: tuple[Any, ...]
     places: list[tuple[Any, Any, Any, Any]] = field(default_factory=list)
@@ -23,20 +23,20 @@ class _Made:
 
 @dataclass(eq=False)
 class Patch:
-    """A change to torch. `changes` is a function of what `apply` is given."""
+    """A change to torch. `changes` yields the changes for the arguments of `apply`."""
 
     name: str
-    what: str  # is changed
+    what: str  # what is changed
     reason: str
-    scope: str  # when others see it
+    scope: str  # when other code sees it
     changes: Callable[..., Iterable[Change]]
     lasting: bool = False
     versions: str = "2.11 to 2.15"
-    settle: Callable[..., None] | None = None  # after each change: whether it is made or undone, and what was given
+    settle: Callable[..., None] | None = None  # called after each change: whether made or undone, and the arguments
     _made: list[_Made] = field(default_factory=list, repr=False)
 
     def apply(self, *given: Any) -> None:
-        """Make the change. A second application lies above the first."""
+        """Make the change. Applications can be nested."""
         changes = [*self.changes(*given)]  # may import, which must not happen under the lock
         with _LOCK:
             made = _Made(given)
@@ -48,7 +48,7 @@ class Patch:
             self.settle(True, *given)
 
     def undo(self) -> None:
-        """Take back the latest application. What somebody else has changed since stays as it is."""
+        """Undo the latest application. Places that other code has changed since then are left alone."""
         with _LOCK:
             made = self._made.pop()
             for owner, name, new, before in reversed(made.places):
@@ -71,7 +71,7 @@ class Patch:
 
 
 def found_at(owner: Any, name: Any) -> Any:
-    """What stands there itself: MISSING where it is inherited."""
+    """The owner's own value for a name; MISSING if there is none or it is inherited."""
     return (owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING)
 
 

@@ -5,8 +5,8 @@
         ...
     FRAMES.apply(passing); FRAMES.undo()     # until somebody undoes it
 
-Most hold only while this backend compiles, under Dynamo's lock. The others, marked `lasting`, are seen by everybody in
-the process. They do nothing for calls that are not Flambeau's, and FLAMBEAU_PATCHES=0 leaves them out.
+Most apply only while this backend compiles, under Dynamo's lock. The others, marked `lasting`, are visible to all code
+in the process. They do nothing for calls that are not Flambeau's, and FLAMBEAU_PATCHES=0 turns them off.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _cut(fusing: Iterable[Any], maps: Iterable[Any]) -> Iterator[Change]:
 
 
 def _kernels(wanted: Mapping[Any, Mapping[Any, Any]]) -> Iterator[Change]:
-    """`wanted`: for each operator what stands under keys of its table; MISSING: nothing."""
+    """Replace Python kernels. `wanted`: for each operator the new entries of its kernel table; MISSING removes one."""
     for op, kernels in wanted.items():
         for key, kernel in kernels.items():
             yield op.py_kernels, key, kernel
@@ -70,20 +70,20 @@ def _forget_kernels(_: bool, wanted: Mapping[Any, Mapping[Any, Any]]) -> None:
     from .fake import forget_shapes
 
     for op in wanted:
-        op._dispatch_cache.clear()  # of what was found in the table
+        op._dispatch_cache.clear()  # clear results of lookups in the table
     forget_shapes({op for op, kernels in wanted.items() if DispatchKey.Meta in kernels})
 
 
 def _handlers(functions: Mapping[Any, Any], methods: Mapping[str, Any], leaving: Callable[..., Any]
               ) -> Iterator[Change]:
-    """Not every release writes out every one of them."""
+    """Wrap the handlers of these functions and methods; a release may lack some of them."""
     from .dynamo import TensorVariable, TorchInGraphFunctionVariable
 
     handlers = TorchInGraphFunctionVariable._get_handlers()
     for function, number in functions.items():
         if function in handlers:
             yield handlers, function, leaving(handlers[function], number)
-    table: dict[str, Any] = vars(TensorVariable).get("tp_methods", {})  # from 2.15 on; before, methods by their names
+    table: dict[str, Any] = vars(TensorVariable).get("tp_methods", {})  # from 2.15 on; before, methods
     for name, number in methods.items():
         if name in table:
             yield table, name, type(table[name])(leaving(table[name].handler, number))
@@ -176,7 +176,7 @@ def _optimizers(routed: Callable[..., Any], remembering: Callable[..., Any]) -> 
 
 
 def _skip_asides(on: bool, *_: Any) -> None:
-    """Frames that do nothing with tensors, about which Dynamo need not ask, at 20 us each."""
+    """Let Dynamo skip frames that do not use tensors, instead of asking about them, at 20 us each."""
     from .dynamo import skip_code, unskip_code
     from .optim import aside_codes
 
@@ -249,7 +249,7 @@ PATCHES = (FRAMES, CALLS, OPTIMIZERS, OBJECTS, BEFORE_START, DLPACK, SHARING, HA
 
 
 def undo_lasting() -> None:
-    """Torch as it was, for those who share a process with Flambeau and are done with it."""
+    """Undo all lasting changes, for programs that are done with Flambeau but go on using torch."""
     for patch in PATCHES:
         while patch.lasting and patch.is_applied:
             patch.undo()

@@ -1,9 +1,9 @@
 """A shorter path from a call of a compiled function to Dynamo's check of its frame.
 
-torch.compile puts a function around the user's, which in each call asks whether somebody traces or exports, applies the
-settings of `dynamic=` to Dynamo's configuration and saves state for errors: 12 us where a kernel has just run, and 40
-with `dynamic=True`. What `short_call` puts in its place asks for the unusual in a few attributes, and leaves it to
-torch's own function; settings of a compilation hold while something is compiled.
+torch.compile wraps the user's function. At each call, the wrapper checks for tracing and exporting, applies the
+settings of `dynamic=` to Dynamo's configuration and saves state for errors: 12 us when a kernel has just run, and 40
+with `dynamic=True`. The wrapper of `short_call` checks a few attributes for unusual cases, and leaves those to torch's
+wrapper; settings of a compilation only apply while something is compiled.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .dynamo import skip_code
 
 __all__ = ["short_call"]
 
-# Where fx notes that it traces: for all threads in torch before 2.15, then for each; and where torch 2.15 notes that
-# compiled functions inside of others run as they are.
+# The places of fx's flag for tracing (for all threads before torch 2.15, per thread from then on), and of torch 2.15's
+# flag that compiled functions inside of others run uncompiled.
 _FX = (_symbolic_trace, "_is_fx_tracing_flag") if hasattr(_symbolic_trace, "_is_fx_tracing_flag") else (
     getattr(_symbolic_trace, "_is_fx_tracing_tls", None), "flag")
 _NESTED = getattr(eval_frame, "_force_eager_nested_compile", None)
 
 
 def short_call(context: Any, full: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes the place of `full`, the function that torch.compile returns; that itself, where more was asked for."""
+    """A replacement for `full`, the function that torch.compile returns; `full` itself if unusual options are set."""
     fx, tracing = _FX
     stance, callback, function = eval_frame._stance, context.callback, getattr(full, "_torchdynamo_orig_callable", None)
     more = (getattr(context, "fullgraph", True), context.export, config.compiled_autograd,
@@ -41,12 +41,12 @@ def short_call(context: Any, full: Callable[..., Any]) -> Callable[..., Any]:
             getattr(context, "_isolate_recompiles_id", -1) != -1, stance != eval_frame.DynamoStance(),
             not hasattr(torch.compiler, "_is_exporting_flag"), fx is None,
             context._backend_ctx_ctor is not eval_frame.null_context, function is None,
-            isinstance(full, torch.nn.Module))  # its method `forward` is made by a call of its own
+            isinstance(full, torch.nn.Module))  # its `forward` is wrapped by a call of its own
     if any(more):
         return full
 
     def compiling(*args: Any) -> Any:
-        """The callback of frames."""
+        """Dynamo's frame callback."""
         leave = [enter() for enter in context.enter_exit_hooks]
         try:
             return callback(*args)
@@ -54,7 +54,7 @@ def short_call(context: Any, full: Callable[..., Any]) -> Callable[..., Any]:
             for cleanup in leave:
                 cleanup()
 
-    compiling._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # by which Dynamo knows what it has
+    compiling._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # how Dynamo finds the backend
 
     def call(*args: Any, **named: Any) -> Any:
         if (eval_frame._stance is not stance or getattr(fx, tracing, False) or _is_tracing()

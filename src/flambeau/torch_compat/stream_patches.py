@@ -11,12 +11,12 @@ from .patch import Change, Patch
 
 __all__ = ["OBJECTS", "TRACED_STREAMS", "given"]
 
-given = threading.local()  # the objects that this thread's call was given
+given = threading.local()  # the streams and events of this thread's call
 
 
 def _objects() -> Iterator[Change]:
-    """What a call is given goes into one table of the process, and another thread's call may come between: so each
-    thread remembers its own."""
+    """Remember the objects of a call per thread, because the table of the process may be overwritten by another
+    thread's call."""
     from torch._dynamo import graph_bytecode_inputs
 
     store = graph_bytecode_inputs.store_user_object_weakrefs
@@ -29,7 +29,7 @@ def _objects() -> Iterator[Change]:
 
 
 def _traced_streams(ours: Callable[[Any], bool]) -> Iterator[Change]:
-    """`ours`: whether a compiler of Dynamo's is this backend."""
+    """The changes to Dynamo's tracing of streams. `ours`: whether a compiler function is this backend."""
     from torch._dynamo import output_graph
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables import streams
@@ -40,7 +40,7 @@ def _traced_streams(ours: Callable[[Any], bool]) -> Iterator[Change]:
                       hints=["call it outside of the compiled function, or compile it with fullgraph=False"])
 
     def question(of: Any, name: str) -> Change:
-        """Dynamo asks it once, while it traces, and compiles one of the two branches."""
+        """Refuse to trace a query: Dynamo asks it once, while it traces, and compiles just one of the two branches."""
         table: dict[str, Any] = vars(of).get("tp_methods", {})  # from 2.15 on
         full = table[name].handler if name in table else of.call_method
 
@@ -64,7 +64,7 @@ def _traced_streams(ours: Callable[[Any], bool]) -> Iterator[Change]:
     yield streams.StreamContextVariable, "create", staticmethod(entered)
 
     check = getattr(output_graph.OutputGraph, "check_event_record_after_input_mutation", None)
-    if check is not None:  # what inputs become is written where the function does it, and events come after that
+    if check is not None:  # inputs are written where the function does it, before the events
         def checked(self: Any, stream: Any) -> None:
             if not ours(self.compiler_fn):
                 check(self, stream)

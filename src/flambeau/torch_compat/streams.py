@@ -1,16 +1,16 @@
-"""Streams and events in a graph of Dynamo: which stream a node was traced on, and what orders the streams.
+"""Streams and events in Dynamo's graphs: the stream that a node was traced on, and the operations that order streams.
 
-A stream or an event is no input of a graph. Dynamo gives each a number, its place in one table of the process, which
-the code around a graph fills before each call. A node's stream is a mark in its meta. What orders streams are operators
-of the namespace `streams` or, up to 2.12, methods of the objects: AOTAutograd drops the methods, and moves the
-operators about. So both are read here, before AOTAutograd sees the graph, into plain tuples:
+Streams and events are not inputs of a graph. Dynamo gives each a number, its index in one table of the process, which
+the code around a graph fills before each call. A node's stream is a mark in its meta. Streams are ordered by operators
+of the namespace `streams` or, up to 2.12, by methods of the objects. AOTAutograd drops the methods, and moves the
+operators. So both are read here, before AOTAutograd sees the graph, and turned into plain tuples:
 
     ("wait_stream", waiting, waited), ("record_event", event, stream), ("wait_event", event, stream),
     ("synchronize_event", event), ("synchronize_stream", stream), ("synchronize_device", device or None),
     ("record_stream", node, stream)
 
-A stream is the number of its place, CALLER the one that the caller is on; an event is the number of its place, or below
-zero if the function made it and nobody else has it.
+A stream is given by its number, or by CALLER for the caller's current stream. An event is given by its number, or by a
+negative one if the function made it and no other code can access it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from .stream_patches import given
 __all__ = ["CALLER", "NUMBERS", "Orders", "bodies_called", "clear_stream", "has_streams", "is_gradient_sum",
            "object_at", "place_of", "stream_of", "traced_objects"]
 
-SPACE = "streams"  # of the operators
-CALLER = -1  # in the place of a stream's number: the stream that the caller is on
-NUMBERS = "stream_numbers"  # in the meta of a backward's placeholder: it has the numbers of the streams at these places
+SPACE = "streams"  # the namespace of the operators
+CALLER = -1  # stands for the caller's current stream
+NUMBERS = "stream_numbers"  # in the meta of a backward's placeholder: the numbers of the streams at these places
 METHODS = ("wait_stream", "wait_event", "record_event", "synchronize")
 SYNCHRONIZE = (torch.accelerator.synchronize, torch.cuda.synchronize)
-# Calls of a body that AOTAutograd writes out where they stand, each once.
+# Calls of a body that AOTAutograd inlines, each once.
 WRITTEN_OUT = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap")
 
 
 # ---- objects of a call -------------------------------------------------------------------------------------
 
 def object_at(place: int) -> Any:
-    """The stream or the event that this thread's call was given under this number."""
+    """The stream or event that this thread's call has under this number."""
     found = given.objects[place]()
     assert found is not None, f"object {place} of a call is gone"
     return found
 
 
 def caller_places() -> set[int]:
-    """The numbers under which the caller's stream stands: the first one from 2.13 on; before, the source says so."""
+    """The numbers of the caller's stream: the first one from 2.13 on; before, those made from the current stream."""
     from torch._dynamo import graph_bytecode_inputs as table
     from torch._dynamo.source import CurrentStreamSource
 
@@ -59,27 +59,27 @@ def caller_places() -> set[int]:
 
 
 def traced_objects(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Nodes that are streams and events."""
+    """The nodes whose values are streams or events."""
     return (n for n in graph.nodes if n.op in ("placeholder", "call_function", "call_method")
             and isinstance(n.meta.get("example_value"), (torch.Stream, torch.Event)))
 
 
 def place_of(n: fx.Node) -> int | None:
-    """The number of an object that a call is given; None if the function makes it."""
+    """The number of an object that is passed to a call; None if the function makes it."""
     is_given = getattr(n.target, "__name__", "") == "get_external_object_by_index"
     return n.args[0] if is_given else None  # type: ignore[return-value]
 
 
-# ---- what a graph does with them -----------------------------------------------------------------------------
+# ---- how a graph uses them -----------------------------------------------------------------------------------
 
 
 class Orders:
-    """Reads the nodes of Dynamo's graphs, one after the other."""
+    """Reads the stream operations in the nodes of Dynamo's graphs, one after the other."""
 
     def __init__(self) -> None:
         self.callers = caller_places()
-        self.made: dict[fx.Node, int] = {}  # events that methods return, which have no place
-        self.given: dict[fx.Node, fx.Node] = {}  # arguments of a body that is called: what they are outside
+        self.made: dict[fx.Node, int] = {}  # events returned by methods, which have no number
+        self.given: dict[fx.Node, fx.Node] = {}  # parameters of a called body, and their arguments outside
 
     def stream(self, place: Any) -> int:
         found = place_of(self.outside(place)) if isinstance(place, fx.Node) else place
@@ -99,12 +99,12 @@ class Orders:
         return n
 
     def stream_of(self, n: fx.Node) -> int:
-        """The stream that a node was traced on."""
+        """The number of the stream that a node was traced on."""
         found = stream_of(n)
         return CALLER if found is None else self.stream(found)
 
     def read(self, n: fx.Node) -> tuple[Any, ...] | None:
-        """How a node orders streams; None if it does not."""
+        """The stream operation that a node performs; None if it performs none."""
         name, args = operator_of_streams(n.target), n.args
         if name is not None:
             return self.by_operator(name, args)
@@ -137,24 +137,24 @@ class Orders:
             return name, self.event(args[0])
         if name == "synchronize_device":
             return name, torch.device(*args)
-        return (name, *args)  # which nobody here knows
+        return (name, *args)  # an operator unknown to this code
 
 
 def stream_of(n: fx.Node) -> int | None:
-    """The number of the stream that a node was traced on; None: of the one that the caller was on."""
+    """The number of the stream that a node was traced on; None for the caller's current stream."""
     found: int | None = (n.meta.get("custom") or {}).get("stream")
     return found
 
 
 def clear_stream(n: fx.Node, **marks: Any) -> None:
-    """Other marks in the place of the stream's, which AOTAutograd hands on to what it makes of a node, and to that of
-    its gradient: it has no part in streams any more."""
+    """Replace a node's stream mark by other marks, which AOTAutograd copies to the nodes it makes from this one, and to
+    those of its gradient. AOTAutograd then no longer handles streams."""
     custom = {k: v for k, v in (n.meta.get("custom") or {}).items() if k != "stream"}
     n.meta["custom"] = {**custom, **marks}
 
 
 def operator_of_streams(target: Any) -> str | None:
-    """The name of an operator that orders streams; None if it is another."""
+    """The name of an operator that orders streams; None for any other operator."""
     if isinstance(target, OpOverload):
         target = target.overloadpacket
     if not isinstance(target, OpOverloadPacket):
@@ -171,7 +171,7 @@ def device_of(given: Any) -> torch.device | None:
 
 
 def bodies_called(gm: fx.GraphModule, n: fx.Node) -> tuple[list[fx.GraphModule], bool]:
-    """The graphs that a node calls, and whether AOTAutograd writes them out there."""
+    """The graphs that a node calls, and whether AOTAutograd inlines them."""
     if n.op != "call_function" or not isinstance(n.target, HigherOrderOperator):
         return [], True
     held = [gm.get_submodule(str(a.target)) for a in n.all_input_nodes if a.op == "get_attr"
@@ -181,7 +181,7 @@ def bodies_called(gm: fx.GraphModule, n: fx.Node) -> tuple[list[fx.GraphModule],
 
 
 def has_streams(gm: fx.GraphModule) -> bool:
-    """Whether a graph of Dynamo's, or one that it calls, has to do with streams."""
+    """Whether a Dynamo graph, or one that it calls, uses streams."""
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
     return any(n.op != "placeholder" and stream_of(n) is not None or operator_of_streams(n.target) is not None
                or n.target in SYNCHRONIZE or n.target == "record_stream" for g in graphs for n in g.nodes) or any(
@@ -189,5 +189,5 @@ def has_streams(gm: fx.GraphModule) -> bool:
 
 
 def is_gradient_sum(n: fx.Node) -> bool:
-    """Whether a node adds up gradients of one tensor."""
+    """Whether a node adds gradients of one tensor."""
     return bool(n.meta.get("is_gradient_acc"))

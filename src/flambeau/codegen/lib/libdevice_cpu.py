@@ -1,6 +1,6 @@
 """The functions of NVIDIA's libdevice that tritonlib.py uses, for Triton's interpreter, computed by torch.
 
-Each function takes what a kernel has there (blocks, scalars, numbers) and returns a block of the same kind.
+Each function takes a kernel's values (blocks, scalars, numbers) and returns a block of the same kind.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ BINARY: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def _made(compute: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """A function of the interpreter's tensors."""
+    """Makes a function of the interpreter's tensors from one of torch's."""
 
     def function(*args: Any, _semantic: Any = None) -> Any:
         blocks = [interpreter_semantic.to_tensor(a, check_type=False) for a in args]

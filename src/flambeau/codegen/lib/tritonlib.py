@@ -63,7 +63,7 @@ def sqrt(x):
 
 @triton.jit
 def sign(x):
-    """NaN gives 0."""
+    """The sign of x; NaN gives 0."""
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
@@ -105,7 +105,7 @@ def signbit(x):
 
 @triton.jit
 def min(a, b):
-    """NaN if either is."""
+    """The minimum; NaN if either is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -116,7 +116,7 @@ def max(a, b):
 
 @triton.jit
 def fmin(a, b):
-    """The other one where one is NaN."""
+    """The minimum; if one is NaN, the other one."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.NONE)
 
 
@@ -158,7 +158,7 @@ def fmod(a, b):
 
 @triton.jit
 def mod(a, b):
-    """The sign of the divisor, as in Python; of floats as torch.remainder has it."""
+    """The remainder with the sign of the divisor, as in Python; for floats as torch.remainder."""
     rest = fmod(a, b)
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 
@@ -169,7 +169,7 @@ remainder = mod
 @triton.jit
 def floordiv(a, b):
     if a.dtype.is_floating():
-        # As torch.floor_divide: from the exact rest, so that the quotient cannot be off by one.
+        # As torch.floor_divide: from the exact remainder, so that the quotient cannot be off by one.
         rest = libdevice.fmod(a, b)
         whole = div(a - rest, b)
         whole = tl.where((rest != 0) & ((b < 0) != (rest < 0)), whole - 1, whole)
@@ -233,14 +233,15 @@ else:
 
 @triton.jit
 def e4m3(x):
-    """There is no infinity: beyond the largest number is the largest number."""
+    """Converts to e4m3, which has no infinity: values beyond the range become the largest number."""
     return x.to(tl.float8e4nv)
 
 
 @triton.jit
 def e5m2(x):
-    """Beyond the middle between the largest number and the next power of two is infinity; conversions end before it.
-    Bits of what is converted must not be looked at: Triton 3.6 takes those of each second number twice."""
+    """Converts to e5m2. Values beyond the middle between the largest number and the next power of two become infinity;
+    Triton's conversion saturates. The converted bits must not be examined: Triton 3.6 takes those of each second number
+    twice."""
     infinity = tl.full(x.shape, 0x7C, tl.uint8).to(tl.float8e5, bitcast=True)
     negative = tl.full(x.shape, 0xFC, tl.uint8).to(tl.float8e5, bitcast=True)
     return tl.where(x >= 61440, infinity, tl.where(x <= -61440, negative, x.to(tl.float8e5)))
@@ -248,7 +249,8 @@ def e5m2(x):
 
 @triton.jit
 def place(tile, high, wide, group: tl.constexpr):
-    """Row and column of a tile, where `group` rows of tiles go side by side: the cache holds what they share."""
+    """Returns row and column of a tile, where `group` rows of tiles are visited together: they share columns in the
+    cache."""
     first = tile // (group * wide) * group
     rows = tl.minimum(high - first, group)
     rest = tile % (group * wide)
@@ -257,13 +259,13 @@ def place(tile, high, wide, group: tl.constexpr):
 
 @triton.jit
 def pieces(begins, ends, side: tl.constexpr):
-    """How many tiles each part of the rows has, which begin anew with it."""
+    """The number of tiles of each part of the rows; tiles begin afresh with each part."""
     return tl.maximum(ends - begins + (side - 1), 0) // side
 
 
 @triton.jit
 def share(tile, begins, ends, side: tl.constexpr):
-    """Of rows in parts: which part a tile is of, its first row, and where the rows of the part end."""
+    """For rows in parts: returns the part of a tile, its first row, and where the rows of the part end."""
     tiles = pieces(begins, ends, side)
     upto = tl.cumsum(tiles, 0)
     part = tl.sum((upto <= tile).to(tl.int32), 0)
@@ -274,20 +276,20 @@ def share(tile, begins, ends, side: tl.constexpr):
 
 @triton.jit
 def portion(total, program):
-    """Where the steps of a program begin, of as many as there are for all."""
+    """Where the steps of a program begin, when `total` steps are divided among all programs."""
     return total * program // tl.num_programs(0)
 
 
 @triton.jit
 def tell(flag):
-    """All that this program has written is there for who hears it."""
+    """Signals that everything this program has written is visible to the program that waits for the flag."""
     tl.debug_barrier()
     tl.atomic_xchg(flag, 1, sem="release")
 
 
 @triton.jit
 def hear(flag):
-    """Waits until another program tells, and takes that back."""
+    """Waits for another program's signal, and resets the flag."""
     said = tl.atomic_add(flag, 0, sem="acquire")
     while said == 0:
         said = tl.atomic_add(flag, 0, sem="acquire")
@@ -305,7 +307,7 @@ if triton.knobs.runtime.interpret:
 else:
     @triton.jit
     def product(a, b):
-        """Both halves of a product of two uint32. The compiler makes two multiplications of it if left alone."""
+        """Both halves of a product of two uint32. Left alone, the compiler makes two multiplications of it."""
         return tl.inline_asm_elementwise("{.reg .b64 w; mul.wide.u32 w, $2, $3; mov.b64 {$1, $0}, w;}", "=r,=r,r,r",
                                          [a, b], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
 

@@ -13,11 +13,12 @@ from .kernel import render
 
 
 def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:
-    """The source of a kernel with alternatives beside it.
+    """Returns the source of a kernel with alternative block shapes attached.
 
-    Kernels that start from what lies in their own results, as updates in place and scatters do, have none: they cannot
-    be launched twice. Neither have those whose results nobody could compare, since no size says how long they are, or
-    since they lie all over memory. Products have some all the same, for what was found elsewhere.
+    Kernels that start from the contents of their own results, such as updates in place and scatters, have none: they
+    cannot be launched twice. Nor have kernels whose results cannot be compared, because no size tells how long they are
+    or because they are spread over memory. Products have alternatives all the same, for tiles that were found
+    elsewhere.
     """
     if isinstance(kernel, (ScatterKernel, TableKernel)):
         return source
@@ -29,7 +30,7 @@ def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:
     for t in OTHER_BLOCKS if isinstance(kernel, AttentionKernel) else OTHER_TILES if product else AROUND:
         other = render(kernel, source.name, t)
         known = any((other.text, other.parts) == (s.text, s.parts) for s in (source, *made))
-        if known and product:  # there are no more
+        if known and product:  # further scales give the same tile again
             break
         if not known:
             made.append(replace(other, name=f"{source.name}.{len(made) + 1}"))
@@ -37,7 +38,8 @@ def variants(kernel: AnyKernel, source: BlockSource) -> BlockSource:
 
 
 def results_of(kernel: Kernel | AttentionKernel) -> list[tuple[int, str]]:
-    """Which pointers are results, and how many elements each has."""
+    """Returns the pointers that are results, each with its number of elements; empty if a kernel has no comparable
+    results."""
     results = []
     for at, p in enumerate(kernel.params):
         if p.aliased:
@@ -53,10 +55,10 @@ def results_of(kernel: Kernel | AttentionKernel) -> list[tuple[int, str]]:
 
 
 def end_of(address: Index) -> Index | None:
-    """One past the last element that is written, over sizes of the run."""
+    """One past the last element that is written, over run-time sizes; None if unknown."""
     if any(isinstance(a, Dyn) for a in address.atoms()):
         return None
-    # The range of a size of the run is no end: it may be far beyond what there is of it.
+    # The range of a run-time size gives no end: it may be far beyond the actual size.
     fixed = all(s.extent is not None and s.extent.is_const for s in address.symbols())
     high = address.bounds()[1] if fixed else None
     end = upper(address) + 1 if high is None else as_index(high + 1)

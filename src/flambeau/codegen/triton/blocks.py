@@ -1,8 +1,8 @@
 """Writes expressions on blocks in Triton, with the same walker as for C.
 
 A kernel's variables become the axes of a tile: `x = pid * 256 + tl.arange(0, 256)[None, :]`. An expression has the
-shape of the axes it depends on and broadcasts against the others by itself; only what a loop carries, a reduction
-takes and a store writes is brought to the full shape.
+shape of the axes it depends on and broadcasts against the others by itself. Only loop carries, operands of a reduction
+and stored values are expanded to the full shape.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from .dialect import NARROW, TRITON, Triton
 
 
 class Width(NamedTuple):
-    """The type of a kernel's indices: a size's, where what the sizes of a run are decides between 32 and 64 bits."""
+    """The type of a kernel's indices: 32 bits, 64 bits, or the dtype of a size
+    argument if run-time sizes decide."""
 
     kind: str
-    holds: str = ""  # of the sizes, where theirs is the narrow one: a Python expression
+    holds: str = ""  # a Python condition on the sizes under which they are narrow, if the sizes decide
 
 
 NARROWED, WIDE = Width("tl.int32"), Width("tl.int64")
@@ -47,20 +48,20 @@ class BlockWriter(Writer):
 
     def __init__(self, params: Sequence[Param], sizes: Sequence[Sym], width: Width, part: int = 0) -> None:
         super().__init__(TRITON)
-        self.sizes = {s: f"n{k}" for k, s in enumerate(sizes)}  # as the host knows them
+        self.sizes = {s: f"n{k}" for k, s in enumerate(sizes)}  # with the host's names
         self.short = {p.name: f"p{k}" for k, p in enumerate(params)}
         self.dtypes = {p.name: p.dtype for p in params}
         self.width = width
         self.part = part
         self.blocks: list[int] = []  # size of each axis of the tile
         self.axes: dict[Sym, int] = {}  # variable -> axis
-        self.masks: dict[int, str] = {}  # axis -> what holds inside its range
-        self.gathered: Sym | None = None  # along which rows are read that lie anywhere
-        self.places: dict[Sym, str] = {}  # variable -> which of its blocks this is
+        self.masks: dict[int, str] = {}  # axis -> condition for being inside its range
+        self.gathered: Sym | None = None  # the variable along which rows at computed places are read
+        self.places: dict[Sym, str] = {}  # variable -> number of the block that this program has along it
         self.local_axes: dict[str, frozenset[int]] = {}
         self.row: int | None = None  # the axis that is reduced or scanned
-        self.loop_axes: frozenset[int] = frozenset()  # of the carries of the loop being written
-        self.helpers: list[str] = []  # text of functions beside the kernel
+        self.loop_axes: frozenset[int] = frozenset()  # axes of the carries of the loop being written
+        self.helpers: list[str] = []  # text of functions next to the kernel
         self._combines: dict[Combine, str] = {}
 
     # ---- text ------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ class BlockWriter(Writer):
 
     @contextmanager
     def loop(self, var: Sym, lo: str, hi: str, step: str = "1", how: Steps | None = None) -> Iterator[Scope]:
-        """Triton has a range of its own for loops whose reads begin some rounds ahead."""
+        """Writes a loop. Triton has a range of its own for pipelined loops, whose loads begin some iterations ahead."""
         by = "" if step == "1" else f", {step}"
         stages = f", num_stages={how.stages}" if isinstance(how, Pipelined) else ""
         what = f"{'tl.' if stages else ''}range({lo}, {hi}{by}{stages})"
@@ -83,7 +84,7 @@ class BlockWriter(Writer):
     # ---- shapes ----------------------------------------------------------------------------------------
 
     def axes_of(self, *exprs: Expr) -> frozenset[int]:
-        """The axes of the tile that the values have."""
+        """The axes of the tile that the values vary along."""
         out: set[int] = set()
         for e in walk(*exprs):
             if e.op == "local":
@@ -103,7 +104,7 @@ class BlockWriter(Writer):
         return "[" + ", ".join(str(b) if k in there else "1" for k, b in enumerate(self.blocks)) + "]"
 
     def spread(self, text: str, axes: frozenset[int]) -> str:
-        """A value brought to the shape of these axes."""
+        """Broadcasts a value to the shape of these axes."""
         return f"tl.broadcast_to({text}, {self.shape(axes)})" if axes else text
 
     def arange(self, axis: int) -> str:
@@ -114,7 +115,7 @@ class BlockWriter(Writer):
         return text if self.width is NARROWED else f"{text}.to({self.width.kind})"
 
     def inside(self, axes: Iterable[int], *more: str) -> str:
-        """Where all of these axes are in their range, and whatever else must hold."""
+        """The condition that all of these axes are in their range and that everything in `more` holds."""
         return " & ".join([*more, *(self.masks[k] for k in sorted(axes) if k in self.masks)])
 
     # ---- indices ---------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ class BlockWriter(Writer):
         read = padded_read(e)
         if read is None or self.lookup(e) is not None or self.lookup(read) is not None:
             return super().emit(e)
-        if read is not e.args[1]:  # cast after the read
+        if read is not e.args[1]:  # a cast follows the load
             return super().emit(cast(where(e.args[0], read, 0), e.dtype))
         buffer, (address,) = read.attr
         depth = max(self.emit(e.args[0])[0], self.index_depth(address))
@@ -175,8 +176,8 @@ class BlockWriter(Writer):
         return f"tl.load({pointer}{f', {holds}' if holds else ''}{f', {other}' if other and holds else ''})"
 
     def read_masks(self, address: Index) -> dict[int, str]:
-        """Rows that begin where wide accesses may can be read to the end of the last access: what is beyond the row's
-        own end is dropped, and lies in the same 16 bytes as what is not."""
+        """Relaxes the mask of rows that are aligned for wide accesses: they are read to the end of the last access. The
+        elements beyond the row's end are dropped, and lie in the same 16 bytes as valid ones."""
         v = self.gathered
         if v is None or self.axes.get(v) not in self.masks or not is_line(address, v, BLOCKS.access):
             return self.masks
@@ -185,8 +186,8 @@ class BlockWriter(Writer):
 
     def branched(self, inside: str | None, vars: Iterable[Sym], free: Iterable[int], write: Callable[[], list[str]]
                  ) -> list[str]:
-        """`write` once for where `inside` holds, without the masks of the axes `free`, and once for elsewhere. Under a
-        mask that ends anywhere, memory is accessed element by element."""
+        """Writes the code twice: for where `inside` holds, without the masks of the axes `free`, and for elsewhere.
+        Under a mask that may end anywhere, memory is accessed element by element."""
         if inside is None:
             return write()
         masks, names, dropped = self.masks, None, frozenset(free)
@@ -199,14 +200,15 @@ class BlockWriter(Writer):
         return names or []
 
     def pointer(self, buffer: str, address: Index, axes: frozenset[int]) -> str:
-        """Where an access goes, in the shape of these axes."""
-        # Apart from their constants, the addresses of a window's elements are one: the rest fits in the instruction.
+        """The pointer of an access, in the shape of these axes."""
+        # The addresses of a window's elements differ only in a constant, which fits in the instruction; the rest is
+        # shared.
         offset = f" + {address.const}" if address.const and not address.is_const else ""
         text = f"{self.short[buffer]} + {self.index(address - address.const if offset else address)}{offset}"
         return text if self.index_axes(address) == axes else self.spread(f"({text})", axes)
 
     def store(self, buffer: str, address: Index, text: str, axes: frozenset[int], *more: str) -> None:
-        """Where all of these axes are in their range, and whatever else must hold."""
+        """Stores where all of these axes are in their range and everything in `more` holds."""
         holds = self.inside(axes, *more)
         self.line(f"tl.store({self.pointer(buffer, address, axes)}, {text}{f', {holds}' if holds else ''})")
 
@@ -244,7 +246,8 @@ class BlockWriter(Writer):
         before, self.loop_axes = self.loop_axes, frozenset()
         axes = self.axes_of(*e.args, *bounds) | (before if any(x.op == "carry" for x in walk(*inits)) else frozenset())
         self.loop_axes = axes
-        # A range that differs from lane to lane: the loop covers all of them, each lane joins while it is inside.
+        # If the range differs from lane to lane, the loop covers all ranges, and each lane takes part while it is
+        # inside its own.
         ends: list[tuple[str, str]] = []
         for var, lo, hi in f.loops:
             limits = []
@@ -269,7 +272,7 @@ class BlockWriter(Writer):
         return self.spread(text, self.loop_axes)
 
     def keep_value(self, name: str, e: Expr) -> str:
-        """The text of an expression, kept as the local of this name."""
+        """Computes an expression and keeps it as the local of this name; returns its text."""
         text = self.value(e)
         self.local_axes[name] = self.axes_of(e)
         self.scopes[-1].locals[name] = text
@@ -278,7 +281,7 @@ class BlockWriter(Writer):
     # ---- combines --------------------------------------------------------------------------------------
 
     def combine(self, c: Combine) -> str:
-        """The name of a function of left and right components, for tl.reduce and tl.associative_scan."""
+        """Returns the name of a function of left and right components, for tl.reduce and tl.associative_scan."""
         if c not in self._combines:
             name = self._combines[c] = f"combine{self.part}_{len(self._combines)}"
             w = BlockWriter((), (), self.width)
@@ -297,9 +300,9 @@ class BlockWriter(Writer):
         return names
 
     def reduced(self, c: Combine, values: Sequence[str], *axes: int) -> list[str]:
-        """Along these axes, the first of them first: a thread has most of its elements along that, and lanes lie along
-        the last. A number where the tile has no others."""
-        if c.level is not None:  # the largest first: to join two and two takes several times as much
+        """Reduces values along these axes, the first axis first: a thread has most of its elements along that one, and
+        lanes lie along the last. The results are scalars if the tile has no other axes."""
+        if c.level is not None:  # the maximum first: joining pairs costs several times as much
             given = dict(zip(c.left, values, strict=True))
             size, total = c.level.size, c.level.total
             given[c.level.top], = self.reduced(simple_combine("max", size.dtype), [self.applied(size, given)], *axes)
@@ -312,20 +315,21 @@ class BlockWriter(Writer):
         return list(values)
 
     def over(self, function: str, c: Combine, values: Sequence[str], axis: int, options: str = "") -> list[str]:
-        """A reduction or scan of all components together."""
+        """Writes a reduction or scan of all components together."""
         names = [self.fresh("r") for _ in values]
         what = values[0] if len(values) == 1 else f"({', '.join(values)})"
         self.line(f"{', '.join(names)} = {function}({what}, {axis}, {self.combine(c)}{options})")
         return names
 
     def applied(self, e: Expr, given: dict[Expr, str]) -> str:
-        """The text of an expression over carries, where these are their texts."""
+        """Returns the text of an expression over carries, given the text of each carry."""
         raw = {carry: Expr("raw", carry.dtype, (), self.fresh("x")) for carry in given}
         self.scopes[-1].known.update((raw[carry], text) for carry, text in given.items())
         return self.value(rewrite(e, lambda x: raw.get(x, x)))
 
     def operands(self, c: Combine, exprs: Sequence[Expr], row: Iterable[int]) -> list[str]:
-        """What is combined, in the full shape; beyond the end of the row, along its axes, it is the identity."""
+        """Returns the operands of a combine in the full shape. Beyond the end of the row, along its axes, they are the
+        identity."""
         holds = self.inside(row)
         names = []
         for e, identity in zip(exprs, self.identity(c), strict=True):
@@ -338,22 +342,23 @@ class BlockWriter(Writer):
         return [self.d.constant(e.attr, e.dtype) for e in c.identity]
 
     def start(self, c: Combine, axes: frozenset[int]) -> list[str]:
-        """Variables that hold the identity, in the shape of these axes."""
+        """Defines variables that hold the identity, in the shape of these axes; returns their names."""
         names = [self.fresh("st") for _ in c.identity]
         for name, e in zip(names, c.identity, strict=True):
             self.line(f"{name} = {self.d.constant(e.attr, e.dtype, self.shape(axes) if axes else '()')}")
         return names
 
     def host(self, i: Index) -> str:
-        """An index over sizes of the run as the host computes it."""
+        """The text by which the host computes an index over run-time sizes."""
         return host_text(i, self.sizes)
 
     # ---- the tile --------------------------------------------------------------------------------------
 
     def open_tile(self, vars: Sequence[Sym], blocks: dict[Sym, int], pid: str = "tl.program_id(0)") -> str:
-        """Divide the points of `vars` among programs: the tile's axes, their masks; the grid as a text.
+        """Divides the points of `vars` among programs: writes the tile's axes and their masks, and returns the grid as
+        a text.
 
-        A variable with a block is an axis of the tile; the others are numbers, one value for each program.
+        A variable with a block is an axis of the tile; the others are scalars, with one value for each program.
         """
         grid: list[str] = []
         here = "pid"
@@ -383,7 +388,8 @@ class BlockWriter(Writer):
 
 
 def padded_read(e: Expr) -> Expr | None:
-    """The read of an expression that is a read under a mask, and a constant where that does not hold."""
+    """Returns the load of an expression that is a masked load with a constant where the mask does not hold; else
+    None."""
     if e.op != "where" or e.args[2].op != "const":
         return None
     read = e.args[1].args[0] if e.args[1].op == "cast" and e.args[2].attr == 0 else e.args[1]
@@ -391,14 +397,14 @@ def padded_read(e: Expr) -> Expr | None:
 
 
 def count_text(size: Index, block: int, text: Callable[[Index], str]) -> str:
-    """How many blocks cover a size."""
+    """The text for the number of blocks that cover a size."""
     if size.is_const:
         return str(-(-size.const // block))
     return f"({text(size)})" if block == 1 else f"(({text(size)} + {block - 1}) // {block})"
 
 
 def is_power(e: Expr) -> bool:
-    """A power of two: dividing by it is exactly multiplying by its inverse."""
+    """Whether this is a power of two: dividing by it is exactly multiplying by its inverse."""
     return e.op == "const" and is_float(e.dtype) and abs(math.frexp(e.attr)[0]) == 0.5 and 2**-14 < abs(e.attr) < 2**14
 
 
@@ -408,7 +414,7 @@ def power(n: int) -> int:
 
 
 def spans(k: AnySize, vars: Sequence[Sym], room: int) -> dict[Sym, int]:
-    """Axes for the innermost variables until the tile is full."""
+    """Returns tile axes for the innermost variables, until the tile has `room` elements."""
     out: dict[Sym, int] = {}
     for v in reversed(vars):
         block = min(room, power(k.about(v.size, room)))
@@ -420,7 +426,7 @@ def spans(k: AnySize, vars: Sequence[Sym], room: int) -> dict[Sym, int]:
 
 def width_of(k: Kernel | AttentionKernel, exprs: Iterable[Expr], stores: Iterable[tuple[str, Index]],
              *nests: Sequence[Sym]) -> Width:
-    """How wide the indices of a kernel are that computes these over these loops."""
+    """Returns the index width of a kernel that computes these expressions and stores over these loop nests."""
     everything = list(walk(*exprs))
     accesses = [*((e.attr[0], a) for e in everything if e.op == "load" for a in e.attr[1]), *stores]
     inside = [i for e in everything if e.op != "load" for i in e.own_indices()]
@@ -431,14 +437,14 @@ def width_of(k: Kernel | AttentionKernel, exprs: Iterable[Expr], stores: Iterabl
     names = {s: f"n{n}" for n, s in enumerate(k.sizes)}
     size = next((names[s] for s in k.sizes if not s.name.startswith(WORD)), None)
     reach = {p.name: p.reach for p in k.params}
-    windows: dict[Sym, Index] = {}  # their variables, as variables of a known extent
+    windows: dict[Sym, Index] = {}  # variables of folds -> variables of a known extent
     for v, _, end in (x for e in everything if e.op == "fold" for x in e.attr.loops):
         most = largest(end.subs(windows)) if v.extent is None else None
         windows |= {} if most is None else {v: as_index(Sym(v.name, most))}
     holds: dict[str, None] = {}
     for buffer, index in dict.fromkeys(leaving):
         most, *ends = (largest(i.subs(windows)) for i in index.on_the_way())
-        # Sums that wrap around come back: where an element is accessed, it is in its buffer.
+        # Sums that overflow wrap back: where an element is accessed, its address is inside the buffer.
         for end in (reach.get(buffer) if most is None and buffer else most, *ends):
             if size is None or end is None or end.is_const and end.const >= NARROW or not end.symbols() <= names.keys():
                 return WIDE
@@ -448,7 +454,7 @@ def width_of(k: Kernel | AttentionKernel, exprs: Iterable[Expr], stores: Iterabl
 
 
 class PartDraft:
-    """One part on its way: what was written, and how it is launched."""
+    """One launch of a kernel: the writer with its text, and how it is launched."""
 
     def __init__(self, writer: BlockWriter, grid: str, warps: int, workspace: str = "", stages: int | None = None,
                  maps: tuple[TensorMap, ...] = (), waits: bool = False, signals: bool = False, fills: bool = False
@@ -456,4 +462,4 @@ class PartDraft:
         self.writer, self.grid, self.warps, self.workspace = writer, grid, warps, workspace
         self.stages, self.maps = stages, maps
         self.waits, self.signals = waits, signals
-        self.fills = fills  # it writes what is read of its workspace, which needs no zeros
+        self.fills = fills  # it initializes what is read of its workspace, which needs no zeros

@@ -64,8 +64,8 @@ class Triton(Dialect):
 
 
 class Rough(Triton):
-    """For what is rounded to 16 bits: functions that are off by two units of float32 rather than by a half, where
-    nothing waits for memory while they are computed."""
+    """The dialect for results that are rounded to 16 bits: its functions are off by two units in the last place of
+    float32 rather than by a half. They pay where nothing waits for memory while they are computed."""
 
     faster = {"exp": "tl.exp", "sigmoid": "fl.rough_sigmoid", "div": "fl.rough_div"}
 
@@ -74,14 +74,14 @@ class Rough(Triton):
 
 
 TRITON, ROUGH = Triton(), Rough()
-# The special functions that NVIDIA's device library has not.
+# Special functions that NVIDIA's device library lacks.
 MISSING = SPECIAL - {"lgamma", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"}
-# Joins that memory itself does. Of floats it has no minimum that keeps NaN.
+# Combines that have an atomic instruction. For floats there is no atomic minimum or maximum that keeps NaN.
 SCATTERS = frozenset([("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32,
                                            torch.int64)]
                      + [(mode, d) for mode in ("min", "max") for d in (torch.int32, torch.int64)])
 MULTIPLIED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, *FP8))
-# What is kept in registers decides most of it: rows of up to `row_elements` are read once.
+# What fits in registers decides most of it: rows of up to `row_elements` are read once.
 CAPABILITIES = Capabilities("blocks", dtypes=SUPPORTED | FP8, scratch_bytes=1 << 20, row_elements=BLOCKS.row,
                             programs=1024, serial_scans=False, shared_words=True, missing=MISSING, scatters=SCATTERS,
                             masked_reads=True, multiplies=MULTIPLIED, gathers_rows=True, ragged=True, shares=True,
@@ -92,3 +92,4 @@ POINTER = {
     torch.uint16: "*u16", torch.uint32: "*u32", torch.uint64: "*u64", torch.bool: "*i1",
     torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
 }
+POINTED = {kind: dtype for dtype, kind in POINTER.items()}

@@ -1,8 +1,8 @@
-"""Maps over short lines: the last variables as one, by which several results are one access.
+"""Maps over short lines: the last variables are merged into one, so that one access covers several results.
 
-A tile of a map gives each variable an axis of a power of two. Of lines of five elements three lanes in eight are idle
-then, and no access is wider than an element. Counted as one, the points of all lines are one line as long as results
-lie that way; what is read elsewhere divides to find its place.
+A tile of a map gives each variable an axis of a power of two. With lines of five elements, three lanes in eight are
+idle then, and no access is wider than an element. Merged, the points of all lines are one line as long as results are
+stored contiguously; loads with another layout divide to find their address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .blocks import spans
 
 
 def as_lines(k: LoopKernel, room: int) -> LoopKernel:
-    """The map with its last variables as one, as far as a tile of `room` elements would leave too many lanes idle."""
+    """Merges the last variables of a map as long as a tile of `room` elements would leave too many lanes idle."""
     while is_idle(k, room) and is_line_of_lines(k):
         a, b = k.outer[-2:]
         both = Sym(f"{a.name}{b.name}", a.size * b.size)
@@ -29,19 +29,19 @@ def as_lines(k: LoopKernel, room: int) -> LoopKernel:
 
 
 def is_line_of_lines(k: LoopKernel) -> bool:
-    """Whether its last lines lie one behind the other in all results."""
+    """Whether its last lines follow one another in memory in all results."""
     return len(k.outer) > 1 and all(walks_as_one(at, *k.outer[-2:]) for _, at in k.stores)
 
 
 def are_short_lines(k: LoopKernel) -> bool:
-    """Whether results lie in lines that are too short to be written as they are."""
+    """Whether the lines of results are too short to be stored line by line."""
     return k.about(k.outer[-1].size, BLOCKS.transpose_least) < BLOCKS.transpose_least and is_idle(k, BLOCKS.threads)
 
 
 def is_idle(k: LoopKernel, room: int) -> bool:
-    """Whether a tile of so many elements has too many lanes that do nothing."""
+    """Whether a tile of `room` elements leaves too many lanes idle."""
     blocks = spans(k, k.outer, room)
     sizes = {v: k.about(v.size, block) for v, block in blocks.items()}
     lanes = math.prod(-(-sizes[v] // block) * block for v, block in blocks.items())
-    known = all(v.size.is_const for v in k.outer[-2:])  # else sizes of the run would be divided by
+    known = all(v.size.is_const for v in k.outer[-2:])  # else the kernel would divide by run-time sizes
     return lanes * 100 > math.prod(sizes.values()) * (BLOCKS.lanes if known else BLOCKS.lanes_at_run)

@@ -1,8 +1,8 @@
 """Maps that read all channels at a computed position, such as grid sampling.
 
-A tile has points and channels. What depends on the point alone, its places and weights, is found once for the several
-pieces of a row that a thread reads. What was read with channels next to each other is written with points next to
-each other: the tile is transposed on its way out.
+A tile has points and channels. Positions and weights depend on the point alone, and are computed once for the several
+pieces of a row that a thread reads. Loads are contiguous along channels and stores along points: the tile is transposed
+on its way out.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ class Rows:
 
 
 def rows_of(k: LoopKernel) -> Rows | None:
-    """The kernel that gathers rows, if it reads contiguous rows whose place is computed and writes across them."""
+    """Returns the kernel as one that gathers rows, if it reads contiguous rows at computed positions and stores across
+    them; else None."""
     c = k.vector
     if k.inner or c is None or any(a.coefficient(c) is ONE for _, a in k.stores):
         return None
     computed = [a for e in loads(*k.everything()) for a in e.attr[1] if any(isinstance(x, Dyn) for x in a.atoms())]
     if not any(a.coefficient(c) is ONE for a in computed):
         return None
-    # What is written side by side is a point, even where its place is read as it is.
+    # A variable along which stores are contiguous counts as a point, even if it is part of the computed addresses.
     images = [v for v in k.outer if v is not c and any(v in mono for a in computed for mono, _ in a.terms)
               and not any(a.coefficient(v) is ONE for _, a in k.stores)]
     points = [v for v in k.outer if v is not c and v not in images]
     k, points = merged(k, points)
-    # Channels before the points of an image: programs side by side read the same ones.
+    # Channels come before the points of an image: neighbouring programs read the same ones.
     if c.size.is_const and c.size.const > BLOCKS.channel_piece and c.size.const % BLOCKS.channel_piece == 0:
         k, low, _ = halved(k, c, BLOCKS.channel_piece)
         high = k.outer[k.outer.index(low) - 1]
@@ -61,7 +62,7 @@ def rows_of(k: LoopKernel) -> Rows | None:
 
 
 def merged(k: LoopKernel, points: list[Sym]) -> tuple[LoopKernel, list[Sym]]:
-    """Neighbouring variables that everything walks as one become one: fewer points are beyond the end of a tile."""
+    """Merges neighbouring variables that all addresses walk as one: fewer points lie beyond the end of a tile."""
     while len(points) > 1:
         a, b = points[-2:]
         indices = [i for e in walk(*k.everything()) for i in e.own_indices()] + [i for _, i in k.stores]
@@ -75,7 +76,7 @@ def merged(k: LoopKernel, points: list[Sym]) -> tuple[LoopKernel, list[Sym]]:
 
 
 def covered(v: Sym, block: int) -> int:
-    """Elements of all blocks together."""
+    """The number of elements that all blocks cover together."""
     return -(-v.size.const // block) * block if v.size.is_const else block
 
 

@@ -29,7 +29,7 @@ from .tensor_tables import TableBlocks
 
 
 def render(kernel: AnyKernel, name: str, scale: Scale = UNSCALED) -> BlockSource:
-    """The text of one kernel, in the block shape that the heuristics say or one beside it."""
+    """Returns the text of one kernel, in the block shape of the heuristics, changed by `scale`."""
     if isinstance(kernel, ScatterKernel):
         drafts = write_scatter(kernel)
     elif isinstance(kernel, AttentionKernel):

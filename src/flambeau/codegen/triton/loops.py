@@ -1,8 +1,8 @@
 """Loop kernels in Triton: maps over a tile, reductions along one more axis, and segments.
 
 A map gives each variable its own axis until the tile is full, so that no flat index is divided. A reduction adds an
-axis for all its inner points: rows that fit are held whole, so that softmax reads memory once; longer ones go by in
-pieces that are joined lane by lane, and once across lanes at the end.
+axis for all its inner points. Rows that fit are held whole, so that softmax reads memory once. Longer rows are
+processed in pieces that are combined lane by lane, and across lanes once at the end.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from .short_rows import rows_written_out
 
 def stages_for(k: AnySize, exprs: Iterable[Expr], blocks: Sequence[int], scale: Scale, line: Sym | None,
                programs: int) -> int:
-    """Pieces on their way at once, for which each thing that a piece reads has a place in shared memory. There Triton
-    lays out tiles of several axes across the lanes, which then wait for one bank, unless a thread reads several of a
-    line's elements at once: such tiles go to registers. So do all, where the programs of a processor have enough on its
-    way even if each waits for what it reads."""
+    """Returns the number of pipeline stages: pieces in flight at once, with a buffer in shared memory for each load.
+
+    Triton lays out tiles of several axes in shared memory so that lanes wait for one bank, unless a thread reads
+    several contiguous elements of a line: such tiles are loaded to registers (one stage). So are all tiles if the
+    programs of a processor together have enough bytes in flight even when each waits for its own loads.
+    """
     reads = {e for e in walk(*exprs) if e.op == "load"}
-    # Of a size of the run a compiler only knows whether it is a multiple of 16.
+    # For a size known only at run time, the compiler only knows whether it is a multiple of 16.
     sizes = {s: as_index(n if n % BLOCKS.access_most == 0 else 1) for s, n in k.typical}
     wide = line is not None and all(is_line(e.attr[1][0].subs(sizes), line, BLOCKS.access) for e in reads
                                     if line in e.symbols())
@@ -47,7 +49,7 @@ def stages_for(k: AnySize, exprs: Iterable[Expr], blocks: Sequence[int], scale: 
     return min(scale.staged(BLOCKS.stages), 1 + BLOCKS.shared_bytes // piece) if piece else 1
 
 
-Carries = dict[str, list[str]]  # what a loop carries of each reduction, by its first name
+Carries = dict[str, list[str]]  # the values that a loop carries for each reduction, by the reduction's first name
 
 
 class LoopBlocks(StageWriter[Carries], BlockWriter):
@@ -56,27 +58,27 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         lanes, self.guards = shared_lanes(k)
         self.shares = lanes is not k
         self.k = self.formed(lanes)
-        # Phases guard what they write by themselves, and lanes that are no axis of the tile share nothing.
+        # Phases guard their stores themselves, and lanes that are not an axis of the tile share nothing.
         if self.guards and not self.guards.keys() <= self.map_tile().keys():
             self.guards, self.shares, self.k = {}, False, self.formed(k)
         k = self.k
         exprs = k.everything()
-        # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
+        # A segment covers only some points of its axis: the number of points is not the product of all sizes.
         points = k.outer if k.bounds is not None else (*k.outer, *k.inner)
         super().__init__(k.params, k.sizes, width_of(k, exprs, k.stores, k.outer, points))
         self.sites = sites_of(k)
         self.address = dict(k.stores)
         self.gathered = k.vector if self.rows else None
         self.inner = volume(k.inner)
-        self.line_axis: int | None = None  # of lines, where a row has several and pieces of it are tiles of these
-        self.line_parts = "1"  # of a line, each of which is one of the tile's
+        self.line_axis: int | None = None  # the axis of lines, if a row has several and its pieces are tiles of lines
+        self.line_parts = "1"  # the number of parts of a line, each as long as the tile's axis
         self.programs = BLOCKS.enough_programs
-        self.end: Index | None = None  # of the row, where that is not its length
-        self.segment = ("", "", "")  # where a segment begins, how long it is, and how long the longest of all
+        self.end: Index | None = None  # the end of the row, if it is not its length
+        self.segment = ("", "", "")  # a segment's start, its length, and the length of the longest one
         self.state_dtypes = k.dtype_of()
 
     def formed(self, k: LoopKernel) -> LoopKernel:
-        """The kernel with its rows gathered, or its phases written out, where it has any."""
+        """Returns the kernel with gathered rows or written-out phases, where it has any; sets `rows` and `phases`."""
         self.rows = rows_of(k)
         k = self.rows.kernel if self.rows else k
         self.phases = rows_written_out(k) if k.inner else None
@@ -119,7 +121,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         self.programs = programs_of(k, k.outer, blocks)
         if not blocks:
             self.k, self.end = ended(k)
-        # Programs that share lines without having them side by side run at the same time.
+        # Programs that share cache lines without having them in one tile run at the same time.
         across = [v for v in k.outer if v not in blocks and any(at.coefficient(v) is ONE for _, at in k.accesses())]
         grid = self.tile([*(v for v in k.outer if v not in across), *across], blocks, length)
         if k.bounds is not None:
@@ -141,7 +143,8 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return math.prod(self.blocks)
 
     def tile(self, vars: Sequence[Sym], blocks: dict[Sym, int], row: int | None = None) -> str:
-        """What lies side by side in memory is the last axis: where it cannot tell, Triton puts lanes along that."""
+        """Opens the tile. The variable that is contiguous in memory is its last axis: where Triton cannot tell, it puts
+        lanes along that one."""
         self.blocks = list(blocks.values())
         if row:
             self.row = 0 if self.k.vector in self.k.outer and self.k.bounds is None else len(blocks)
@@ -152,8 +155,9 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return self.open_tile(vars, blocks)
 
     def line_length(self, piece: int) -> int | None:
-        """Lanes along a line of a row that goes by in pieces, if it has lines and they fill the lanes: then only their
-        numbers, and not that of each element, are divided to find where they are."""
+        """Returns the lanes along a line of a row that is processed in pieces, or None if lines would leave too many
+        lanes idle. With lines, only their numbers are divided to find their places, not the position of each element.
+        """
         k = self.k
         if k.form.name != "rows in pieces" or k.vector is not k.inner[-1] or len(k.inner) < 2:
             return None
@@ -164,7 +168,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return lanes if lanes >= BLOCKS.warp else None
 
     def row_axes(self) -> frozenset[int]:
-        """Those that are reduced."""
+        """The axes that are reduced."""
         return frozenset(a for a in (self.row, self.line_axis) if a is not None)
 
     def map_tile(self) -> dict[Sym, int]:
@@ -183,7 +187,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return compact(k.outer, near, room) if len(near) > 1 else spans(k, k.outer, room)
 
     def transposed(self, *pair: Sym) -> dict[Sym, int]:
-        """Square tiles: smaller ones where there are few, and where a point is several results."""
+        """Square tiles: smaller ones where there are few tiles, and where a point has several results."""
         for side in (BLOCKS.transpose_side, BLOCKS.transpose_few)[self.apart:]:
             blocks = {v: min(side, power(self.k.about(v.size, side))) for v in self.k.outer if v in pair}
             if programs_of(self.k, self.k.outer, blocks) >= BLOCKS.enough_tiles:
@@ -191,7 +195,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return blocks
 
     def row_length(self) -> tuple[int, bool]:
-        """Elements of the reduced axis in one tile, and whether that is all of it."""
+        """Returns the elements of the reduced axis in one tile, and whether that is the whole row."""
         k = self.k
         if k.form.name == "segments":
             parts = max(len(i.names) for i in reductions_of(k.items))
@@ -208,7 +212,8 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return max(self.k.form.width, rows)
 
     def all_inside(self) -> str | None:
-        """What holds where the whole tile is inside, if accesses are wider then: neighbours in memory, aligned rows."""
+        """Returns the condition that the whole tile is inside, if accesses are wider then (contiguous and aligned);
+        else None."""
         k = self.k
         if not self.masks or self.rows or k.tile is not None:
             return None
@@ -234,7 +239,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.stage(items)
 
     def stages(self) -> list[str]:
-        """All stages over one tile that holds the whole row: each reduction is finished at once."""
+        """Writes all stages over one tile that holds the whole row, so that each reduction is complete immediately."""
         for items in self.k.stages:
             self.body(items, {})
         return []
@@ -248,18 +253,18 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.keep(item.names[0], item.level, text)
 
     def take(self, i: Item, states: Carries) -> None:
-        """Reduce the tile: accumulate it lane by lane, or, where it is the whole row, finish the reduction."""
+        """Reduces the tile: accumulates it lane by lane, or finishes the reduction if the tile is the whole row."""
         assert self.row is not None
         values = self.operands(i.joins, i.exprs, self.row_axes())
         if not states:
             self.finish_item(i, self.reduced(i.joins, values, self.row))
             return
-        if self.k.bounds is not None:  # in the order of the items: the first of equals may be what counts
+        if self.k.bounds is not None:  # in the order of the items, because the first of equal items may be the result
             values = self.reduced(i.joins, values, self.row)
         self.assign(states[i.names[0]], self.combined(i.joins, states[i.names[0]], values))
 
     def finish(self, reductions: Sequence[Item], states: Carries) -> None:
-        """Combine the lanes; variables along the reduced axis go out of scope."""
+        """Combines the lanes; variables along the reduced axis go out of scope."""
         for axis in self.row_axes():
             self.masks.pop(axis, None)
         for v in self.k.inner:
@@ -268,7 +273,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.finish_item(i, self.together(i, states))
 
     def together(self, i: Item, states: Carries) -> list[str]:
-        """Across lanes, once."""
+        """Combines the accumulated values across lanes, once."""
         carried = states[i.names[0]]
         return carried if self.k.bounds is not None else self.reduced(i.joins, carried, *self.row_axes())
 
@@ -289,7 +294,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         self.store(name, address, text, axes)
 
     def elements_together(self, p: Phases) -> list[str]:
-        """All that is read, then what is computed from it; stores last, since reads do not pass them."""
+        """Writes all loads, then what is computed from them; stores come last, since loads are not moved past them."""
         everything = list(walk(*self.k.everything()))
         padded = {read for e in everything if (read := padded_read(e)) is not None}
         for e in everything:
@@ -312,7 +317,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return []
 
     def interleaved(self, texts: Sequence[str]) -> str:
-        """Two or four blocks side by side along one more axis."""
+        """Interleaves two or four blocks along one more axis."""
         if len(texts) == 2:
             return f"tl.join({texts[0]}, {texts[1]})"
         shape = ", ".join(map(str, (*self.blocks, len(texts))))
@@ -320,14 +325,14 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
 
     def emit(self, e: Expr) -> tuple[int, str]:
         if e.op == "local" and self.local(e.attr) is None and e.attr in self.address:
-            # Stored in a stage before: read again.
+            # Stored in an earlier stage: read it again.
             return self.emit(Expr("load", e.dtype, (), (e.attr, (self.address[e.attr],))))
         return super().emit(e)
 
     # ---- rows ------------------------------------------------------------------------------------------
 
     def open_row(self, first: str, end: str) -> str:
-        """The lanes of the row from `first` on, below an end if there is one: the position of each."""
+        """Defines the lanes of the row from `first` on, masked by `end` if given; returns the position of each."""
         assert self.row is not None
         flat = self.fresh("q")
         self.line(f"{flat} = {first + ' + ' if first else ''}{self.arange(self.row)}")
@@ -348,7 +353,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
 
     def declare(self, items: Sequence[Item], reductions: Sequence[Item]) -> Carries:
         if self.k.bounds is None and items is not self.k.stages[0]:
-            self.line("tl.debug_barrier()")  # what an earlier pass stored, other threads read now
+            self.line("tl.debug_barrier()")  # other threads now read what an earlier pass stored
         axes = self.full() if self.k.bounds is None else self.outer_axes()
         return {i.names[0]: self.start(i.joins, axes) for i in reductions}
 
@@ -371,7 +376,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.decompose(self.open_line(at, lanes) if lanes else at, k.inner[:-1] if lanes else k.inner)
             self.body(items, states)
 
-        # All but the last piece are whole, which is worth a text of their own where accesses are wide then.
+        # All pieces but the last are whole. They get code of their own without masks where accesses are wider then.
         peeled = not exact and not lanes and is_wide(k) and self.blocks == [length]
         if peeled:
             end = self.fresh("whole")
@@ -386,7 +391,8 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
                 self.masks.pop(self.row)
 
     def open_line(self, at: str, lanes: int) -> str:
-        """The lanes of a line, or of a part of one; `at` counts these. The position of each line among all."""
+        """Defines the lanes of a line, or of a part of one (`at` counts these); returns the position of each line among
+        all lines."""
         assert self.line_axis is not None
         v = self.k.inner[-1]
         self.axes[v] = self.line_axis
@@ -394,7 +400,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         first = ""
         if parts != "1":
             before, at = at, self.fresh("q")
-            if self.k.is_crossed():  # lines share what they read with their neighbours: these come first
+            if self.k.is_crossed():  # neighbouring lines share loads: they come first
                 others = self.index(volume(self.k.inner[:-1]))
                 first = f"({before} // {others}) * {lanes} + "
                 self.line(f"{at} = {before} % {others}")
@@ -408,7 +414,7 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return at
 
     def open_segment(self) -> None:
-        """Points from lo to hi, which each outer point reads for itself."""
+        """Loads the segment of each outer point: its points are from lo to hi."""
         k = self.k
         assert k.bounds is not None
         lo, hi = (self.fresh("lo"), self.fresh("n"))
@@ -435,16 +441,17 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
 
     def axes_of(self, *exprs: Expr) -> frozenset[int]:
         axes = super().axes_of(*exprs)
-        if self.k.bounds is not None and self.row in axes:  # where a lane stands depends on its segment's start
+        if self.k.bounds is not None and self.row in axes:  # where a lane is depends on the start of its segment
             tied = {self.axes[s] for b in self.k.bounds for s in b.symbols() if s in self.axes}
             axes = axes | tied
-        if self.line_axis in axes and self.line_parts != "1":  # which part of a line it is, differs from row to row
+        if self.line_axis in axes and self.line_parts != "1":  # the part of a line differs from row to row
             axes = axes | self.row_axes()
         return axes
 
 
 def side_by_side(k: LoopKernel) -> LoopKernel:
-    """The columns of a reduction as one variable, where a block of the last one has too many lanes without any."""
+    """Merges the columns of a reduction into one variable if a block of the last one would leave too many lanes
+    idle."""
     if k.vector not in k.outer or k.bounds is not None or len(k.outer) < 2:
         return k
     blocks = spans(k, k.outer, k.form.width)
@@ -458,7 +465,7 @@ def side_by_side(k: LoopKernel) -> LoopKernel:
 
 
 def per_thread(exprs: Iterable[Expr]) -> int:
-    """Elements of one thread: fewer, the more each of them reads, so that all it holds fits its registers."""
+    """Elements for each thread: fewer, the more each of them reads, so that all values fit in registers."""
     reads = 0.0
     for e in walk(*exprs):
         if e.op == "load":
@@ -475,7 +482,7 @@ def per_thread(exprs: Iterable[Expr]) -> int:
 
 
 def crossed(k: LoopKernel) -> Sym | None:
-    """A variable along which all is read that the last one does not share, while that one jumps."""
+    """Returns a variable along which all loads are contiguous while the last variable is strided, or None."""
     *others, last = k.outer
     reads = [e.attr[1][0] for e in walk(*k.everything()) if e.op == "load" and last in e.attr[1][0].symbols()]
     known = [v for v in others if reads and all(a.coefficient(v) is ONE and a.coefficient(last) not in (None, ONE)
@@ -484,14 +491,15 @@ def crossed(k: LoopKernel) -> Sym | None:
 
 
 def points_of(k: LoopKernel) -> int:
-    """Points of one thread, each of which computes several elements."""
+    """Points for each thread, each of which computes several elements."""
     values = len(k.stores) + sum(e.op == "load" for e in walk(*k.everything()))
     return next((n for n in (4, 2) if n * values <= BLOCKS.held_reads), 1)
 
 
 def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:
-    """v // 4 and v % 4 of a variable become two axes of the tile, so that what depends on v // 4 alone is computed
-    once for four lanes. Also what must hold where its size is not a multiple."""
+    """Splits a variable of which `v % 4` is used into v // 4 and v % 4, two axes of the tile, so that what depends on v
+    // 4 alone is computed once for four lanes. Also returns the condition for being inside where its size is no
+    multiple."""
     if k.inner or k.tile is not None:
         return k, {}
     for e in walk(*k.everything()):
@@ -508,7 +516,8 @@ def shared_lanes(k: LoopKernel) -> tuple[LoopKernel, dict[Sym, Expr]]:
 
 
 def warps_for(elements: int, programs: int = BLOCKS.enough_programs, values: int = 1) -> int:
-    """For a program that reduces so many elements, one of so many; `values`: what it reads and writes of each."""
+    """Warps for a program that reduces so many elements, with so many programs in all. `values`: the loads and stores
+    for each element."""
     each = BLOCKS.thread if programs >= BLOCKS.enough_programs else BLOCKS.thread_few
     while each > BLOCKS.access and each * values > BLOCKS.held_values:
         each //= 2
@@ -516,6 +525,6 @@ def warps_for(elements: int, programs: int = BLOCKS.enough_programs, values: int
 
 
 def programs_of(k: AnySize, vars: Iterable[Sym], blocks: dict[Sym, int]) -> int:
-    """About how many there are."""
+    """The approximate number of programs."""
     return math.prod(-(-k.about(v.size, BLOCKS.enough_programs * blocks.get(v, 1)) // blocks.get(v, 1)) for v in vars)
 

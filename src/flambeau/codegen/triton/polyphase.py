@@ -1,8 +1,8 @@
 """Phases: one point of a map computes several adjacent elements, which share their loads.
 
-Which windows of stride 2 hold a position depends on whether it is even or odd. Written out for both, the question
-falls away, and the two share what they read: in the gradient of a 3x3x3 pooling eight elements need eight windows,
-where each alone would look at eight.
+Which windows of stride 2 contain a position depends on whether it is even or odd. Written out for both cases, the test
+disappears, and the two share loads: in the gradient of a 3x3x3 pooling eight elements need eight windows, where each
+alone would look at eight.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from flambeau.ir.tuning import BLOCKS
 from ..writer import Writer
 from .blocks import power
 
-Limits = dict[Sym, Expr]  # phase variable -> what holds where its element exists
+Limits = dict[Sym, Expr]  # phase variable -> condition under which its element exists
 
 
 @dataclass(frozen=True)
 class Phases:
     kernel: LoopKernel  # without the variables that were written out; each element has names of its own
     buffers: dict[str, str]  # name of an element's value -> buffer it is stored in
-    holds: dict[str, Expr]  # what must hold for its store
-    joined: tuple[tuple[str, ...], ...]  # elements next to each other in memory
-    neighbours: bool = False  # not phases, but windows next to each other
-    rows: bool = False  # not phases, but the rows of a reduction
+    holds: dict[str, Expr]  # conditions for the stores of elements
+    joined: tuple[tuple[str, ...], ...]  # elements that are adjacent in memory
+    neighbours: bool = False  # these are not phases, but neighbouring windows
+    rows: bool = False  # these are not phases, but the rows of a reduction
 
 
 def written_out(k: LoopKernel) -> Phases | None:
-    """The kernel with its phases written out, if it has any."""
+    """Returns the kernel with its phases written out, or None if it has none."""
     exprs = k.everything()
     if k.inner or k.tile is not None or any(e.op == "fold" for e in walk(*exprs)):
         return None
@@ -54,7 +54,7 @@ def written_out(k: LoopKernel) -> Phases | None:
 
 
 def side_by_side(k: LoopKernel) -> tuple[LoopKernel, list[Sym], Limits]:
-    """Windows one above the other share most of what they read, and have more of it on its way at once."""
+    """Splits variables of neighbouring windows, which share most of their loads and so have more of them in flight."""
     lows: list[Sym] = []
     limits: Limits = {}
     near = [v for v in overlapping(k.everything(), k.outer) if v is not k.outer[-1]]
@@ -68,7 +68,7 @@ def side_by_side(k: LoopKernel) -> tuple[LoopKernel, list[Sym], Limits]:
 
 
 def spelled(k: LoopKernel) -> LoopKernel:
-    """Windows of constant size step by step, so that it shows what is read."""
+    """Writes out the steps of windows of constant size, so that their loads become visible."""
     done: dict[object, tuple[Expr, ...]] = {}
 
     def put(e: Expr) -> Expr:
@@ -85,14 +85,15 @@ def spelled(k: LoopKernel) -> LoopKernel:
 
 
 def divided(k: LoopKernel) -> Iterator[tuple[Sym, int]]:
-    """Variables that some index divides by a small number."""
+    """Yields variables that some index divides by a small number, each with that number."""
     for e in walk(*k.everything()):
         yield from ((v, n) for i in e.own_indices() for v, n in i.divisions()
                     if v in k.outer and n <= BLOCKS.phase_values)
 
 
 def halved(k: LoopKernel, v: Sym, n: int) -> tuple[LoopKernel, Sym, Expr | None]:
-    """v as n * high + low; what holds inside where n does not divide its size."""
+    """Replaces v by n * high + low; also returns low, and the condition for being inside if n does not divide the
+    size."""
     size = v.size.const
     high, low = Sym(f"{v.name}o", -(-size // n)), Sym(f"{v.name}i", n)
     both = as_index(high) * n + low
@@ -103,7 +104,8 @@ def halved(k: LoopKernel, v: Sym, n: int) -> tuple[LoopKernel, Sym, Expr | None]
 
 
 def phase_variables(k: LoopKernel) -> list[Sym]:
-    """Small variables that most reads do not follow: what is read is the same, or much the same, for all values."""
+    """Small variables that most loads do not depend on: all or nearly all loads are the same for each of their
+    values."""
     outer = frozenset(k.outer)
     reads = {e.attr[1][0] for e in walk(*k.everything()) if e.op == "load"}
     followed = [a for a in reads if not outer.isdisjoint(a.symbols())]
@@ -114,7 +116,7 @@ def phase_variables(k: LoopKernel) -> list[Sym]:
             continue
         beside = any(a.coefficient(v) is ONE for _, a in k.stores)
         if beside and v.size.const == 3 and len(followed) <= BLOCKS.phase_reads:
-            continue  # three results side by side are three accesses, which cost more than what they read
+            continue  # three adjacent results are three accesses, which cost more than the loads
         shared = sum(not follows(a, v) for a in followed)
         if shared and shared >= 4 * (len(followed) - shared):
             chosen.append(v)
@@ -123,7 +125,7 @@ def phase_variables(k: LoopKernel) -> list[Sym]:
 
 
 def follows(address: Index, v: Sym) -> bool:
-    """Whether an address moves with v at every step, or in a way that only the data decides."""
+    """Whether an address moves with v at every step, or depends on v only through data."""
     c = address.coefficient(v)
     if c is not None:
         return c is not ZERO
@@ -141,7 +143,7 @@ def unrolled(k: LoopKernel, chosen: list[Sym], limits: Limits) -> Phases:
     groups: dict[tuple[object, ...], list[str]] = {}
     for values in points_of(*(range(v.size.const) for v in vars)):
         point = {v: as_index(n) for v, n in zip(vars, values, strict=True)}
-        # The first of the elements is there wherever the point is.
+        # The first of the elements exists wherever the point does.
         bound = frozenset(v for v in limits if values[vars.index(v)])
         memo: dict[Expr, Expr] = {}
 
@@ -153,7 +155,7 @@ def unrolled(k: LoopKernel, chosen: list[Sym], limits: Limits) -> Phases:
                 return Expr("local", e.dtype, (), of(e.attr))
             if e.op != "load" or not limits:
                 return e
-            # What an element reads is read only if that element is there, or another that reads the same.
+            # A load is executed only if its element exists, or another one that reads the same.
             known = versions.setdefault(e, [])
             need = next((s for s in known if s <= bound), None)
             if need is None:
@@ -171,7 +173,8 @@ def unrolled(k: LoopKernel, chosen: list[Sym], limits: Limits) -> Phases:
                 address = addresses[name].subs(point)
                 stores.append((of(name), address))
                 buffers[of(name)] = name
-                for v in sorted(bound, key=lambda v: v.name):  # in one order, or every process has a text of its own
+                # a fixed order, or every process would write a different text
+                for v in sorted(bound, key=lambda v: v.name):
                     limit = rewrite(limits[v], lambda x: x, point)
                     holds[of(name)] = holds[of(name)] & limit if of(name) in holds else limit
                 beside = next((v for v in vars if v not in limits and addresses[name].coefficient(v) is ONE
@@ -188,7 +191,7 @@ def unrolled(k: LoopKernel, chosen: list[Sym], limits: Limits) -> Phases:
 
 
 def overlapping(exprs: Iterable[Expr], vars: Sequence[Sym]) -> list[Sym]:
-    """Variables along which a point and the next read the same elements, as the windows of a pooling do."""
+    """Variables along which neighbouring points read some of the same elements, as the windows of a pooling do."""
     read: dict[str, set[Index]] = {}
     for e in walk(*exprs):
         if e.op == "load":
@@ -206,7 +209,8 @@ def overlapping(exprs: Iterable[Expr], vars: Sequence[Sym]) -> list[Sym]:
 
 
 def compact(vars: Sequence[Sym], near: Sequence[Sym], room: int) -> dict[Sym, int]:
-    """A tile that is long in no direction: what neighbours share is read once by the programs that hold both."""
+    """Returns a compact tile, long in no direction: elements that neighbours share are read once if one program has
+    both."""
     last = vars[-1]
     most = {v: power(v.size.const) for v in vars if v.size.is_const}
     out = {last: min(BLOCKS.warp_line, room, most.get(last, BLOCKS.warp_line))}

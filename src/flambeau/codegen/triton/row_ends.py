@@ -1,8 +1,8 @@
-"""Rows whose end is a condition on each of their elements: where they end instead, so that no other tile has masks.
+"""Rows whose elements each test for the end: the end is computed once instead, so that only the last tile has masks.
 
-A long row is cut into pieces of equal length, of which the last one has fewer elements. That every element asks whether
-it is there keeps memory from being accessed several elements at a time, in all pieces. It is enough that a program
-knows how many elements its piece has: whole tiles need no mask then.
+A long row is cut into pieces of equal length, of which the last one has fewer elements. If every element tests whether
+it exists, memory is accessed element by element, in all pieces. It is enough that a program knows how many elements its
+piece has: whole tiles need no mask then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from flambeau.ir.tuning import BLOCKS
 
 
 def ended(k: LoopKernel) -> tuple[LoopKernel, Index | None]:
-    """The kernel without the condition under which all that it reduces is there, and how many elements meet it."""
+    """Removes the condition under which reduced elements exist; returns the kernel and the number of elements that meet
+    the condition, or the kernel unchanged and None."""
     if len(k.inner) != 1 or k.vector is not k.inner[0] or any(i.combine is None and i.level == "full" for i in k.items):
         return k, None
     v, = k.inner
@@ -44,7 +45,7 @@ def ended(k: LoopKernel) -> tuple[LoopKernel, Index | None]:
 
 
 def is_wide(k: LoopKernel) -> bool:
-    """Whether something is read several elements at a time where no mask is."""
+    """Whether some load is wider than one element where there is no mask."""
     v = k.vector
     return v is not None and any(is_line(e.attr[1][0], v, BLOCKS.access) for e in walk(*k.everything())
                                  if e.op == "load" and v in e.symbols())

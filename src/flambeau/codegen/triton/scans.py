@@ -1,10 +1,10 @@
 """Scans in Triton: each program scans a tile, and passes its carry to the next.
 
-Where there are programs enough without cutting the axis, one program walks all pieces of its rows. Otherwise each
-piece has a program of its own, in a single pass over memory: a piece publishes its own total at once, looks back over
-the totals and prefixes of those before it, and publishes its prefix ("decoupled look-back"). Programs take their
-number from a counter, so that the programs it waits for are already running. Where it finds the first prefix depends
-on the others' speed, and so does rounding; single rows, and `ordered` scans, look for it at places that are fixed.
+If there are enough programs without cutting the axis, one program walks all pieces of its rows. Otherwise each piece
+has a program of its own, in a single pass over memory: a piece publishes its own total immediately, looks back over the
+totals and prefixes of the pieces before it, and publishes its prefix ("decoupled look-back"). Programs take their
+number from a counter, so that the programs it waits for are already running. Where a program finds the first prefix
+depends on the speed of the others, and so does rounding; single rows, and `ordered` scans, look for it at fixed places.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ScanBlocks(BlockWriter):
         self.k = k
         self.sites = sites_of(k)
         self.addresses = dict(k.stores)
-        self.inside_text: str | None = None  # what holds where the piece at hand is whole
+        self.inside_text: str | None = None  # the condition that the current piece is whole
         self.length: Index = k.axis.size
 
     def render(self) -> PartDraft:
         k = self.k
         rows = k.form.name == "rows"
         outer = list(k.outer)
-        if not rows:  # what is contiguous goes last, so that it becomes the tile's axis
+        if not rows:  # the contiguous variable goes last, so that it becomes the tile's axis
             side = next((v for v in outer if any(a.coefficient(v) is ONE for a in self.addresses.values())), outer[-1])
             outer.remove(side)
             outer.append(side)
@@ -58,24 +58,24 @@ class ScanBlocks(BlockWriter):
             piece = min(piece, self.scale.sized(BLOCKS.scan_alone >> (len(k.combine.left) - 1).bit_length()))
             blocks = spans(k, outer, 1)
         elif look_back and not self.expensive:
-            # Pieces wait for one another: not too many in a row.
+            # Pieces wait for one another: limit the number of pieces in a row.
             piece = min(BLOCKS.scan_longest, max(piece, power(-(-length // BLOCKS.scan_in_a_row))))
         self.blocks = [*blocks.values(), piece]
         self.row: int = len(blocks)
         return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
 
     def warps(self, elements: int) -> int:
-        """What a thread scans by itself costs least, as far as its registers hold it."""
+        """Warps for a tile: a thread scans as many elements as its registers hold, which costs least."""
         k = self.k
-        if self.apart:  # more threads have more accesses on their way
+        if self.apart:  # more threads have more accesses in flight
             each = BLOCKS.scan_thread_apart if k.form.name == "rows" else BLOCKS.scan_thread_column
             return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
         each = BLOCKS.scan_thread // power(sum(-(-d.itemsize // 4) for d in k.combine.dtypes))
         return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
 
     def is_apart(self, rows: bool) -> bool:
-        """Whether each element is an access of its own, of which many must be under way: steps are odd, or so are the
-        places where rows begin that are too long to be held."""
+        """Whether each element needs an access of its own, so that many must be in flight: strides are unaligned, or
+        rows that are too long to be held begin at unaligned addresses."""
         k, sizes = self.k, {s: as_index(n) for s, n in self.k.typical}
         steps = [a.coefficient(k.axis) for a in self.addresses.values()]
         if any(c is not ONE and c is not None and c.is_const and c.const % BLOCKS.access for c in steps):
@@ -85,7 +85,7 @@ class ScanBlocks(BlockWriter):
             is_line(a.subs(sizes), k.axis, BLOCKS.access) for a in (*read, *self.addresses.values()))
 
     def programs(self, outer: list[Sym], blocks: dict[Sym, int]) -> int:
-        """How many programs there are if the axis is not cut; sizes of the run count as large."""
+        """The number of programs if the axis is not cut; run-time sizes count as large."""
         n = 1
         for v in outer:
             n *= -(-self.k.about(v.size, BLOCKS.scan_programs * blocks.get(v, 1)) // blocks.get(v, 1))
@@ -94,7 +94,7 @@ class ScanBlocks(BlockWriter):
     # ---- one piece -------------------------------------------------------------------------------------
 
     def piece(self, first: str) -> list[str]:
-        """The scan of the piece that starts at `first`, by itself."""
+        """Scans the piece that starts at `first`, without its carry; returns the names of the results."""
         k = self.k
         lane = self.arange(self.row)
         self.axes[k.axis] = self.row
@@ -112,7 +112,8 @@ class ScanBlocks(BlockWriter):
         return self.on_one_level(k.combine, k.combine.level, values, options)
 
     def on_one_level(self, c: Combine, level: Level, values: list[str], options: str) -> list[str]:
-        """Where the whole tile is of about one size, what is scanned is a sum; a join is several times an addition."""
+        """Scans a tile as a plain sum if all its elements are of about one magnitude; a join costs several times an
+        addition."""
         keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
         given = dict(zip(c.left, values, strict=True))
         self.line(f"top = tl.max({self.applied(level.size, given)}, {self.row}{keep})")
@@ -128,12 +129,12 @@ class ScanBlocks(BlockWriter):
         return names
 
     def put_after(self, before: list[str], scanned: list[str]) -> None:
-        """What was scanned, joined to what came before it."""
+        """Combines the scanned piece with its carry and stores it."""
         c, level = self.k.combine, self.k.combine.level
         if level is None:
             self.put(self.combined(c, before, scanned))
             return
-        with self.scope("if level:", footer=""):  # what came before is brought to that size once, for all elements
+        with self.scope("if level:", footer=""):  # the carry is brought to that magnitude once, for all elements
             own = {left: "top" if e is level.top else text
                    for left, e, text in zip(c.left, level.result, scanned, strict=True)}
             earlier = dict(zip(c.left, before, strict=True))
@@ -147,8 +148,8 @@ class ScanBlocks(BlockWriter):
             self.put(self.combined(c, before, scanned))
 
     def totals(self, scanned: list[str], first: str) -> list[str]:
-        """The last of the piece, in the order of the scan. Taken out of it rather than reduced once more: a reduction
-        may change the order, which not every combine can bear."""
+        """Returns the last value of the piece, in the order of the scan. It is extracted instead of reduced again: a
+        reduction may change the order, which not every combine allows."""
         size = self.blocks[self.row]
         last = "0" if self.k.reverse else str(size - 1)
         if not self.k.reverse and self.row in self.masks:
@@ -158,7 +159,8 @@ class ScanBlocks(BlockWriter):
         return self.picked(scanned, at, self.row)
 
     def picked(self, texts: list[str], at: str, axis: int) -> list[str]:
-        """Those at one place, as a sum with zeros: of bits, since -0.0 is no sum of zeros."""
+        """Extracts the values at one place, as a sum with zeros. Floats are summed as bits, since -0.0 is no sum of
+        zeros."""
         keep = ", keep_dims=True" if len(self.blocks) > 1 else ""
         names = []
         for text, dtype in zip(texts, self.k.combine.dtypes, strict=True):
@@ -169,7 +171,7 @@ class ScanBlocks(BlockWriter):
         return names
 
     def all_inside(self, first: str) -> str | None:
-        """What holds where the whole piece is inside, if accesses are wider then."""
+        """Returns the condition that the whole piece is inside, if accesses are wider then; else None."""
         k = self.k
         even = self.length.is_const and self.length.const % BLOCKS.access_most == 0
         if not first or self.row not in self.masks or even:
@@ -191,7 +193,7 @@ class ScanBlocks(BlockWriter):
         return []
 
     def outside(self) -> frozenset[int]:
-        """The axes beside the scanned one."""
+        """The axes other than the scanned one."""
         return frozenset(range(self.row))
 
     # ---- one program for a row ---------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class ScanBlocks(BlockWriter):
     # ---- a program for each piece ------------------------------------------------------------------------
 
     def looking_back(self, outer: list[Sym], blocks: dict[Sym, int]) -> PartDraft:
-        """Workspace: a counter, then the states of all pieces."""
+        """Writes the single-pass scan. Its workspace holds a counter, then the states of all pieces."""
         k, size = self.k, self.blocks[self.row]
         lanes = math.prod(blocks.values())
         sizes = [(v.size, blocks.get(v, 1)) for v in outer]
@@ -238,7 +240,7 @@ class ScanBlocks(BlockWriter):
         totals = self.totals(scanned, "first")
         state = State(self, lanes)
         before = self.start(k.combine, self.outside())
-        if k.ordered or lanes == 1:  # a single row's pieces wait for one another alone: they look at many at once
+        if k.ordered or lanes == 1:  # only the pieces of a single row wait for one another: they look at many at once
             self.look_in_groups(before, totals, state)
         else:
             with self.scope("if step > 0:", footer=""):
@@ -259,7 +261,7 @@ class ScanBlocks(BlockWriter):
         return " + ".join(out) or "0"
 
     def look_single(self, before: list[str], state: State) -> None:
-        """One predecessor at a time: many strips keep the machine busy meanwhile."""
+        """Looks back one predecessor at a time: with many strips the machine is busy meanwhile."""
         self.line("back = step - 1")
         with self.scope("while back >= 0:", footer=""):
             state.poll("back", "")
@@ -269,8 +271,9 @@ class ScanBlocks(BlockWriter):
             self.line("back = tl.where(flag == 2, -1, back - 1)")
 
     def look_in_groups(self, before: list[str], totals: list[str], state: State) -> None:
-        """In groups that the numbers of the pieces decide: the last piece of a group tells its prefix, the others tell
-        their totals and nothing else. So a prefix is always joined from the same parts, whichever was ready first."""
+        """Looks back in groups that the numbers of the pieces determine: the last piece of a group publishes its
+        prefix, the others only their totals. So a prefix is always combined from the same parts, whichever was ready
+        first."""
         c, group = self.k.combine, BLOCKS.scan_window if state.lanes == 1 else BLOCKS.scan_group
         self.line(f"begin = step // {group} * {group}")
         with self.scope(f"if step - begin < {group - 1}:", footer=""):
@@ -282,7 +285,7 @@ class ScanBlocks(BlockWriter):
             with self.scope("while tl.max(tl.where(there & (flag == 0), 1, 0)) > 0:", footer=""):
                 state.poll("near", "there")
             values = []
-            # That flags are set, is known by now; but Triton crashes on a loop whose results are not all used.
+            # The flags are known to be set by now, but Triton crashes on a loop whose results are not all used.
             for text, identity in zip(state.values(), self.identity(c), strict=True):
                 values.append(self.fresh("p"))
                 self.line(f"{values[-1]} = tl.where(there & (flag > 0), {text}, {identity})")
@@ -299,7 +302,8 @@ class ScanBlocks(BlockWriter):
             state.publish(self.combined(c, before, totals), 2)
 
     def joined(self, values: list[str]) -> list[str]:
-        """All of a window, in order: a reduction where the order does not matter, else the last of a scan."""
+        """Combines all values of a window in order: by a reduction if the order does not matter, else as the last of a
+        scan."""
         c = self.k.combine
         if c.name in COMMUTATIVE:
             return self.reduced(c, values, 0)
@@ -308,10 +312,11 @@ class ScanBlocks(BlockWriter):
 
 
 class State:
-    """What a piece tells the others: its total (flag 1), later its prefix (flag 2).
+    """What a piece publishes: its total (flag 1), later its prefix (flag 2).
 
-    Every 32 bits of it stand in a word with their flag, which is written and read at once; a reader of words whose
-    flags differ reads again. So no access has to wait for another."""
+    Every 32 bits of it are stored in one word with their flag, so that both are written and read at once. A reader that
+    finds different flags reads again. So no access has to wait for another.
+    """
 
     def __init__(self, w: ScanBlocks, lanes: int) -> None:
         self.w, self.lanes, self.side = w, lanes, w.side()
@@ -328,7 +333,7 @@ class State:
             for part in range(parts):
                 half = bits if parts == 1 else f"({bits} >> {32 * part}).to(tl.uint32)"
                 word = f"{half}.to(tl.uint64) | (tl.full((), {flag}, tl.uint64) << 32)"
-                # One word alone goes at once past everything that is still on its way.
+                # A single word is exchanged atomically, which overtakes all stores that are still in flight.
                 self.w.line(f"tl.store({self.place('step', n)}, {word})" if self.lanes > 1 else
                             f"tl.atomic_xchg({self.place('step', n)}, {word}, sem=\"relaxed\")")
                 n += 1

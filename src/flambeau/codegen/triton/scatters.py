@@ -1,6 +1,6 @@
 """Scatters in Triton: one launch initialises the target, then each source point writes or combines its element.
 
-Points that join the same element do so atomically, in no fixed order.
+Points that combine into the same element do so atomically, in no fixed order.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def write_scatter(k: ScatterKernel) -> list[PartDraft]:
 
 
 def start_of(k: ScatterKernel, init: Expr) -> LoopKernel:
-    """What the target starts as: a map of its own."""
+    """Returns the kernel that initialises the target: a map of its own."""
     return LoopKernel(k.out_vars, (), k.out_vars[-1] if k.out_vars else None, ((Item((k.name,), "full", (init,)),),),
                       ((k.name, k.init_address),), frozenset(), k.params, k.sizes, form=Form("map"))
 
 
 def taps_of(k: ScatterKernel) -> list[Sym]:
-    """Variables of a few values that one thing read is scattered over: they are written out."""
+    """Variables of a few values over which one loaded element is scattered: they are written out."""
     reads = loads(k.value) if k.mode != "set" else []
     few = [v for v in k.vars if v not in k.free and v.size.is_const
            and v.size.const <= BLOCKS.tap_values and any(v not in e.symbols() for e in reads)]
-    few = few[:-1] if len(few) == len(k.vars) else few  # one is left to be the tile's
+    few = few[:-1] if len(few) == len(k.vars) else few  # leave one for the tile
     return few if volume(few).const <= BLOCKS.taps else []
 
 
@@ -55,7 +55,7 @@ class ScatterBlocks(BlockWriter):
         taps = taps_of(k)
         vars = [v for v in k.vars if v not in taps]
         self.gathered = vars[-1] if taps else None
-        # Writes that go anywhere are made one by one: with a thread for each, no block changes its layout for them.
+        # Stores to arbitrary places are made one by one: with a thread for each, no block changes its layout for them.
         anywhere = bool(vars) and k.address.coefficient(vars[-1]) is not ONE
         blocks = spans(k, vars, BLOCKS.scattered if anywhere else BLOCKS.tapped if taps else BLOCKS.tile)
         self.blocks = list(blocks.values())

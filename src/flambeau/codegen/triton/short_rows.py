@@ -1,7 +1,7 @@
-"""Reductions of a few rows, written out: each thread joins what it has read of its columns.
+"""Reductions of a few rows, written out: each thread combines the elements of its own columns.
 
 As an axis of a tile, the rows of a column would be in different threads, which then wait for one another. Written out,
-a kernel is a map over its outer points that reads one element of each row, and lanes lie along memory as in any map.
+a kernel is a map over its outer points that reads one element of each row, and lanes are contiguous as in any map.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .polyphase import Phases
 
 
 def rows_written_out(k: LoopKernel) -> Phases | None:
-    """The kernel as a map, if its rows are few and what lies side by side is kept."""
+    """Returns the kernel as a map, if its rows are few and the contiguous variable is not reduced; else None."""
     rows, exprs = volume(k.inner), k.everything()
     if not rows.is_const or not rows.const or k.bounds is not None or k.vector not in k.outer:
         return None
@@ -39,7 +39,7 @@ def rows_written_out(k: LoopKernel) -> Phases | None:
     full = {i.names[0] for i in k.items if i.level == "full" and i.combine is None}
 
     def at(e: Expr, row: int) -> Expr:
-        """What it is at the points of a row."""
+        """Returns an expression at the points of a row."""
         put = rewrite(e, lambda x: x, points[row])
         return rewrite(put, lambda x: local(of(x.attr, row), x) if x.op == "local" and x.attr in full else x)
 
@@ -79,7 +79,7 @@ def local(name: str, e: Expr) -> Expr:
 
 
 def joined(i: Item, rows: list[tuple[Expr, ...]]) -> Iterator[Item]:
-    """A reduction, row by row; the last of its values go by its own names."""
+    """Yields the items that reduce row by row; the last ones have the reduction's own names."""
     c = i.joins
     before = rows[0]
     for at, row in enumerate(rows):

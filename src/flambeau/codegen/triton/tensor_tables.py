@@ -15,8 +15,9 @@ WARPS = BLOCKS.threads // BLOCKS.warp
 
 
 class TableBlocks(StageWriter[Carries], BlockWriter):
-    """Addresses come out of memory, so nothing is known of them: blocks that are whole and of aligned tensors are told
-    so, which is what accesses of 16 bytes take; the others go element by element."""
+    """Kernels over a table of tensors. Addresses are loaded from memory, so the compiler knows nothing of their
+    alignment: a branch for whole blocks of aligned tensors states it, which accesses of 16 bytes need. Other blocks are
+    accessed element by element."""
 
     def __init__(self, k: TableKernel, scale: Scale) -> None:
         super().__init__(k.params, k.sizes, NARROWED)
@@ -26,7 +27,7 @@ class TableBlocks(StageWriter[Carries], BlockWriter):
         self.dtypes |= {p.name: p.dtype for p in self.k.params}
         self.columns = k.columns
         self.address = dict(self.k.stores)
-        self.is_whole = False  # whether all elements of the block are there
+        self.is_whole = False  # whether all elements of the block exist
         self.short |= {p.name: f"q{at}" for at, p in enumerate(self.columns)}
 
     def render(self) -> PartDraft:
@@ -62,7 +63,7 @@ class TableBlocks(StageWriter[Carries], BlockWriter):
         return PartDraft(self, self.grid(), WARPS)
 
     def grid(self) -> str:
-        """A program for each block: the size says 2n + 1 for n of them."""
+        """The grid: a program for each block. The size argument is 2n + 1 for n blocks."""
         return f"{self.sizes[self.kernel.sizes[1]]} >> 1"
 
     def typed(self, at: int) -> str:
@@ -83,7 +84,7 @@ class TableBlocks(StageWriter[Carries], BlockWriter):
         self.masks = {}
 
     def take(self, i: Item, states: Carries) -> None:
-        """What lies in this piece, lane by lane."""
+        """Accumulates the elements of this piece, lane by lane."""
         slots = states[i.names[0]]
         self.assign(slots, self.combined(i.joins, slots, self.operands(i.joins, i.exprs, (0,))))
 

@@ -1,9 +1,10 @@
 """Cuts Dynamo's graph into pieces. Equal pieces are compiled once and called many times.
 
-A deep model is one layer written many times. Found here, before AOTAutograd, a repeated layer is traced, lowered and
-compiled once; each call has its own parameters and its own place in autograd. The pieces are stretches of the graph in
-its own order (`schedule/regions.py` says where they end). Two pieces are one if their keys are equal: operators,
-arguments, wiring, what is known of every value, which inputs share memory, what others read of them.
+A deep model repeats one layer many times. The repetition is found here, before AOTAutograd, so a repeated layer is
+traced, lowered and compiled once; each call passes its own parameters and has its own place in autograd. Pieces are
+contiguous stretches of the graph in its own order (`schedule/repeats.py` says where they end). Two pieces are equal if
+their keys are equal: operators, arguments, connections, what is known of every value, which inputs share memory, and
+which values are read outside of the piece.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from .nodes import (
     value_key,
 )
 
-# What a cut costs, in bytes of traffic: it ends one call and begins another, and hands tensors over.
+# The cost of a cut itself, in bytes of memory traffic: one call ends, another begins, and tensors are passed between.
 CUT = 256 << 10
-# For each value that crosses it: bytes of traffic, and how many times its own bytes.
-APART = 16 << 10, 1.0  # its writer and its readers would not share a kernel anyway
-NEXT_TO_A_CALL = 64 << 10, 2.0  # one of them is a library call; but it might have been computed again, not saved
-SPLIT = 1 << 20, 6.0  # a kernel that would have held both becomes two, and rounds where one would not have
-VIEW = 1 << 20, 12.0  # autograd has to be told of it
+# The cost of each value that crosses a cut: a fixed number of bytes, and a multiple of its own size.
+APART = 16 << 10, 1.0  # its writer and its readers would be in different kernels anyway
+NEXT_TO_A_CALL = 64 << 10, 2.0  # one is a library call; but the value must be saved, and could have been recomputed
+SPLIT = 1 << 20, 6.0  # one fused kernel becomes two, and the value between them is rounded
+VIEW = 1 << 20, 12.0  # autograd has to track the view
 
 
 @dataclass
@@ -57,20 +58,20 @@ class Piece:
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     key: Any = None
-    region: int | None = None  # of which region it is an instance
+    region: int | None = None  # index of the region that it is an instance of
 
 
 @dataclass
 class Pieces:
-    """A graph that was cut; without regions it is one piece, and `why` says what was in the way."""
+    """A graph cut into pieces. Without regions it is one piece, and `why` says what prevented a cut."""
 
     gm: fx.GraphModule
     pieces: list[Piece] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     why: str = ""
-    ambient: dict[fx.Node, Any] = field(default_factory=dict)  # modes that hold at each node
-    search: float = 0.0  # seconds that it took to find them
-    seconds: dict[Any, float] = field(default_factory=dict)  # that each key took, until its kernels began to build
+    ambient: dict[fx.Node, Any] = field(default_factory=dict)  # autocast and grad modes in effect at each node
+    search: float = 0.0  # seconds spent on the search
+    seconds: dict[Any, float] = field(default_factory=dict)  # seconds to compile each key, kernels excluded
 
     def groups(self) -> list[list[list[fx.Node]]]:
         """The nodes of each instance of each region whose instances are equal."""
@@ -82,7 +83,7 @@ class Pieces:
 
 
 def cut(gm: fx.GraphModule, inputs: Sequence[Any]) -> Pieces:
-    """The graph in pieces."""
+    """Cut a graph into pieces at its repeated regions."""
     start = time.perf_counter()
     try:
         body = _Body(gm, inputs)
@@ -98,13 +99,13 @@ OBSERVERS: list[Callable[[Pieces], None]] = []  # called with every graph that w
 
 
 class _Body:
-    """The nodes that do work, with what the search has to know of each."""
+    """The nodes that compute something, with the facts that the search needs about each."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         check_plain(gm, inputs)
         self.gm = gm
         self.ambient = ambient_states(gm.graph)
-        self.sizes: set[fx.Node] = set()  # computed from sizes and numbers among the arguments alone
+        self.sizes: set[fx.Node] = set()  # nodes computed only from sizes and numbers among the arguments
         for n in gm.graph.nodes:
             computed = n.op not in ("output", "get_attr") and is_number(value(n)) and not n.kwargs
             if n.op == "placeholder" or (computed and all(a in self.sizes for a in n.all_input_nodes)):
@@ -119,7 +120,7 @@ class _Body:
         self.keys: dict[fx.Node, Any] = {}
 
     def key(self, n: fx.Node) -> Any:
-        """What is known of a node's value."""
+        """What is known of a node's value, in hashable form."""
         if n not in self.keys:
             body = subgraph(self.gm, n)
             self.keys[n] = value_key(value(n) if n.op != "get_attr" else held_by(self.gm, n)) if body is None \
@@ -132,15 +133,15 @@ class _Body:
         return [numbers.setdefault(text, len(numbers)) for text in texts]
 
     def shell(self, n: fx.Node) -> Any:
-        """All of a node but what it is applied to."""
+        """Everything that identifies a node except its arguments."""
         return n.op, n.target, len(n.users), self.key(n), self.ambient[n], frozen(n.meta.get("custom"), self.key)
 
     # ---- costs -----------------------------------------------------------------------------------------
 
     def costs(self) -> list[float]:
-        """What a cut before each node costs, and after the last."""
+        """The cost of a cut before each node, and after the last one."""
         count = len(self.nodes)
-        change = [0.0] * (count + 2)  # what begins and ends to cross, by position
+        change = [0.0] * (count + 2)  # change of the crossing cost at each position
         forbidden = [0] * (count + 2)
         depth, heavy, views = self.kernels()
         for i, n in enumerate(self.nodes):
@@ -149,7 +150,7 @@ class _Body:
                 forbidden[i + 1] += 1
                 forbidden[readers[-1] + 1] -= 1
             elif readers and readers[-1] > i:
-                # With every reader that a cut leaves behind, fewer are left to share a kernel with.
+                # Price each stretch between readers by the readers behind a cut there: ever fewer share a kernel.
                 size, start = size_in_bytes(value(n)), i
                 for k, r in enumerate(readers):
                     if r > start:
@@ -169,7 +170,7 @@ class _Body:
         return costs
 
     def kernels(self) -> tuple[dict[fx.Node, int], set[fx.Node], set[fx.Node]]:
-        """How many library calls lie before each node's value at most; which lead to one; which are views."""
+        """For each node the largest number of library calls before its value; the nodes that lead to one; the views."""
         depth: dict[fx.Node, int] = {}
         views: set[fx.Node] = set()
         seen = {memory(n) for n in self.gm.graph.nodes if n.op == "placeholder"}
@@ -193,7 +194,7 @@ class _Body:
         return APART if depth[reader] > depth[n] else SPLIT
 
     def written(self) -> Iterable[tuple[int, int]]:
-        """Where memory that somebody writes to is first and last touched: all of that stays together."""
+        """For each memory that is written to, the first and last position that touches it: these stay in one piece."""
         touched: dict[Any, tuple[int, int]] = {}
         changed: set[Any] = set()
         for i, n in enumerate(self.nodes):
@@ -223,7 +224,7 @@ class _Body:
         return out
 
     def wire(self, p: Piece) -> None:
-        """What a piece takes and gives, and its key."""
+        """Set the inputs, outputs and key of a piece."""
         inside = {n: i for i, n in enumerate(p.nodes)}
         taken: dict[fx.Node, int] = {}
 
@@ -235,7 +236,7 @@ class _Body:
             if isinstance(value(x), int):
                 return frozen(value(x), reference)
             if x in self.sizes and x.op != "placeholder" and not isinstance(value(x), torch.SymInt):
-                # A number that is no size is no argument of a graph: each piece computes it.
+                # A number that is not a size cannot be an argument of a graph, so each piece computes it itself.
                 return x.target, frozen(x.args, reference)
             return "given", taken.setdefault(x, len(taken))
 
@@ -252,7 +253,7 @@ class _Body:
 
 
 def graph_key(gm: fx.GraphModule) -> Any:
-    """The body of a higher-order operator."""
+    """The key of the body of a higher-order operator."""
     numbers = {n: i for i, n in enumerate(gm.graph.nodes)}
 
     def reference(n: fx.Node) -> Any:
@@ -269,14 +270,14 @@ def graph_key(gm: fx.GraphModule) -> Any:
                        for n in gm.graph.nodes)
 
 
-# ---- why pieces are not one --------------------------------------------------------------------------------
+# ---- why two pieces differ ---------------------------------------------------------------------------------
 
-PARTS = ("operator", "operator", "number of readers", "result", "mode", "mark")  # of a shell
+PARTS = ("operator", "operator", "number of readers", "result", "mode", "mark")  # the parts of a shell
 WHOLE = ("operators", "inputs", "results that others read", "kinds of inputs", "inputs that share memory")  # of a key
 
 
 def difference(a: Piece, b: Piece) -> str:
-    """What keeps the second piece from being an instance of the first: the first thing in which they differ."""
+    """The first thing in which two pieces differ, and so why the second is not an instance of the first."""
     for m, n, line, other in zip(a.nodes, b.nodes, a.key[0], b.key[0]):
         if line == other:
             continue

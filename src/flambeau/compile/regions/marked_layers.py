@@ -1,10 +1,10 @@
 """`flambeau.mark_layers`: marks repeated layers of a model, so that Dynamo traces them once.
 
-The search for repeated regions begins when Dynamo has traced every layer. Dynamo itself traces a layer once if it is
-told that layers are alike: its mark for that is `torch.compiler.nested_compile_region`, from torch 2.13 on; before, it
-traces them all the same. A marked layer must be one that Dynamo takes as a whole: no graph breaks, no side effects. And
-Dynamo watches the attributes of the first layer only: `layers[3].norm.eps = 0.1` after the compilation is not seen
-(torch 2.13). So marks are the user's to set, here with one call.
+The search for repeated regions begins after Dynamo has traced every layer. Dynamo itself can trace a repeated layer
+once if it is told that the layers are alike. Its mark for that is `torch.compiler.nested_compile_region`, from torch
+2.13 on; earlier versions trace every layer regardless. Dynamo must be able to take a marked layer as a whole: no graph
+breaks, no side effects. And Dynamo only guards the attributes of the first layer: `layers[3].norm.eps = 0.1` after
+compilation goes unnoticed (torch 2.13). So marking is left to the user, here with one call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def mark_layers(model: nn.Module) -> list[str]:
 
 
 def structure(module: nn.Module) -> Any:
-    """What makes two layers alike: classes, and what is known of parameters and buffers."""
+    """What two layers must have in common to be alike: their classes, and the metadata of parameters and buffers."""
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return (tuple((name, type(m)) for name, m in module.named_modules()),
             tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in tensors))

@@ -22,18 +22,18 @@ from flambeau.torch_compat.fx import PURE_MODULES
 from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)  # what flows between pieces is fake
+TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)  # values between pieces are fake tensors
 ENTER, EXIT = enter_autocast, exit_autocast
 GRADIENTS = set_grad_enabled
 ALSO = (log_api_usage_once,)
 BODIES = ("tag_activation_checkpoint", "wrap", "autograd_function_apply")
-# Python's operators that write to what is on their left: iadd for +=, and so on.
+# Python's in-place operators: iadd for +=, and so on.
 INPLACE = (*(name for name in dir(operator) if name[0] == "i" and f"__{name[1:]}__" in dir(operator)), "setitem",
            "delitem")
 
 
 class Refused(Exception):
-    """Why a graph is not cut."""
+    """The reason why a graph is not cut."""
 
 
 # ---- values ------------------------------------------------------------------------------------------------
@@ -55,21 +55,21 @@ def subgraph(gm: fx.GraphModule, n: fx.Node) -> fx.GraphModule | None:
 
 
 def is_number(x: Any) -> bool:
-    """A number or several, symbolic or not."""
+    """Whether a value is a number or a tuple of numbers, symbolic or not."""
     return all(map(is_number, x)) if isinstance(x, tuple) else isinstance(x, (*SYMBOLIC, int, float))
 
 
 def storage(x: Any) -> int | None:
-    """Which memory a tensor lies in."""
+    """An identifier of the memory that a tensor lies in; None if it has no strided storage."""
     return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) and x.layout is torch.strided else None
 
 
-# Of nodes that were written out of a subgraph (subgraphs.py), whose instances share their fake tensors.
+# Meta keys of nodes inlined from a subgraph (subgraphs.py); the instances of a subgraph share their fake tensors.
 INSTANCE, MEMORY = "flambeau_instance", "flambeau_memory"
 
 
 def memory(n: fx.Node) -> Any:
-    """Which memory a node's value lies in."""
+    """An identifier of the memory that a node's value lies in."""
     return n.meta[MEMORY] if MEMORY in n.meta else storage(value(n))
 
 
@@ -86,7 +86,7 @@ def number(s: Any) -> Any:
 
 
 def value_key(x: Any) -> Any:
-    """All that is known of a value. What has no key is equal to itself alone."""
+    """All that is known of a value, in hashable form. A value of unknown kind equals only itself."""
     if isinstance(x, torch.Tensor):
         if x.layout is not torch.strided:
             return id(x)
@@ -97,7 +97,7 @@ def value_key(x: Any) -> Any:
 
 
 def frozen(x: Any, of_node: Callable[[fx.Node], Any]) -> Any:
-    """Arguments as something that hashes, in which 1, 1.0 and True differ, and 0.0 and -0.0."""
+    """Arguments in a hashable form, in which 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(x, fx.Node):
         return of_node(x)
     if isinstance(x, torch.Tensor):
@@ -125,19 +125,19 @@ def name_of(n: fx.Node) -> str:
 
 
 def namespace(f: Any) -> str | None:
-    """Of an operator; None if it is none."""
+    """The namespace of an operator; None for any other function."""
     if isinstance(f, OpOverloadPacket):
         return f._qualified_op_name.partition("::")[0]
     return f.namespace if isinstance(f, OpOverload) else None
 
 
 def is_heavy(n: fx.Node) -> bool:
-    """A call of a library, which no kernel reaches across."""
+    """Whether the node calls a library, across which no kernel can fuse."""
     return named(operator_name(n.target) if isinstance(n.target, OpOverload) else name_of(n)).contracts
 
 
 def operators_in(gm: fx.GraphModule, n: fx.Node) -> float:
-    """How much there is to compile in a node."""
+    """The number of operators to compile for a node, those in its subgraphs included."""
     if n.target is operator.getitem:
         return 0.25
     bodies = [b for x in n.all_input_nodes if (b := subgraph(gm, x)) is not None]
@@ -145,7 +145,7 @@ def operators_in(gm: fx.GraphModule, n: fx.Node) -> float:
 
 
 def check_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Raise Refused for a graph in which something may depend on more than values and their order."""
+    """Raise Refused for a graph that may depend on more than its values and their order."""
     for x in inputs:
         if not isinstance(x, (*SYMBOLIC, int, float)) and type(x) not in TENSORS:
             raise Refused(f"an input is a {type(x).__name__}")
@@ -178,7 +178,7 @@ def check_function(gm: fx.GraphModule, n: fx.Node) -> None:
 
 
 def mutated(gm: fx.GraphModule, n: fx.Node) -> Iterator[fx.Node]:
-    """Whose memory a node writes to."""
+    """The nodes whose memory a node writes to."""
     first = [a for a in n.args[:1] if isinstance(a, fx.Node)]
     name = name_of(n)
     if isinstance(n.target, OpOverload):
@@ -205,7 +205,7 @@ def nodes_in(x: Any) -> list[fx.Node]:
 
 
 def argument_named(n: fx.Node, name: str) -> Any:
-    """What a call gives for this argument; None if it gives nothing, or its function takes no such argument."""
+    """The value that a call passes for this argument; None if it passes none, or the function has no such argument."""
     names = parameters(n.target)
     at = names.index(name) if name in names else len(n.args)
     return n.args[at] if at < len(n.args) else n.kwargs.get(name)
@@ -213,7 +213,7 @@ def argument_named(n: fx.Node, name: str) -> Any:
 
 @cache
 def parameters(f: Any) -> tuple[str, ...]:
-    """Of a function of torch: in Python, or as the schema of the operator has them."""
+    """The parameter names of a torch function: from its Python signature, or from the operator's schema."""
     if getattr(f, "__module__", None) == "torch.nn.functional":
         try:
             return tuple(inspect.signature(f).parameters)
@@ -230,7 +230,7 @@ def is_state(n: fx.Node) -> bool:
 
 
 def ambient_states(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[Any, ...], bool | None]]:
-    """For each node the autocast modes around it, from outside to inside, and the grad mode (None: the caller's)."""
+    """For each node the autocast modes around it, outermost first, and the grad mode (None: the caller's)."""
     entered: list[fx.Node] = []
     gradients: bool | None = None
     out = {}

@@ -19,14 +19,14 @@ from .nodes import ENTER, EXIT, GRADIENTS, INSTANCE, held_by, value
 
 def in_pieces(found: Pieces, compile_piece: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
               ) -> Callable[..., Any]:
-    """A graph whose equal pieces are compiled once, each as a graph of its own."""
+    """Compile each distinct piece once, as a graph of its own; returns a function that runs the whole graph."""
     compiled: dict[Any, Callable[..., Any]] = {}
     with progress("compiling parts", len({p.key for p in found.pieces})) as step:
         for p in found.pieces:
             if p.key not in compiled:
                 start = time.perf_counter()
                 inputs = [example(found.gm, x) for x in p.inputs]
-                # The whole is hidden from Dynamo, so its parts need not be.
+                # The whole function is hidden from Dynamo, so its parts need not be.
                 compiled[p.key] = innermost_fn(compile_piece(outline(found.gm, p, found.ambient), inputs))
                 found.seconds[p.key] = time.perf_counter() - start
                 step()
@@ -34,7 +34,7 @@ def in_pieces(found: Pieces, compile_piece: Callable[[fx.GraphModule, Sequence[A
 
 
 def outline(gm: fx.GraphModule, p: Piece, ambient: dict[fx.Node, Any]) -> fx.GraphModule:
-    """A piece as a graph, under the modes that hold at each of its nodes."""
+    """Copy a piece into a graph of its own, under the modes in effect at each of its nodes."""
     graph, root = fx.Graph(), torch.nn.Module()
     made: dict[fx.Node, Any] = {}
     for k, x in enumerate(p.inputs):
@@ -52,7 +52,7 @@ def outline(gm: fx.GraphModule, p: Piece, ambient: dict[fx.Node, Any]) -> fx.Gra
 
 
 def bring(gm: fx.GraphModule, graph: fx.Graph, x: fx.Node, made: dict[fx.Node, Any], root: torch.nn.Module) -> None:
-    """The body of a higher-order operator, or a number that is computed from arguments."""
+    """Copy into `graph` the body of a higher-order operator, or a number that is computed from arguments."""
     if x in made:
         return
     if isinstance(value(x), int):
@@ -66,7 +66,7 @@ def bring(gm: fx.GraphModule, graph: fx.Graph, x: fx.Node, made: dict[fx.Node, A
 
 
 class Modes:
-    """Nodes that bring autocast and the grad mode from one state to the next, ending as they began."""
+    """Inserts the nodes that switch autocast and the grad mode from one state to the next, and back at the end."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -87,26 +87,26 @@ class Modes:
 
 
 def example(gm: fx.GraphModule, n: fx.Node) -> Any:
-    """What AOTAutograd is told about an input of a piece: between pieces, tensors are nobody's views."""
+    """The example value of a piece's input for AOTAutograd. Tensors passed between pieces do not count as views."""
     if n.op == "get_attr":
         return held_by(gm, n)
     v = value(n)
     if not isinstance(v, torch.Tensor) or n.op == "placeholder":
         return v
-    if INSTANCE in n.meta and isinstance(v, FakeTensor):  # others have the same fake tensor
+    if INSTANCE in n.meta and isinstance(v, FakeTensor):  # other instances share this fake tensor
         with v.fake_mode:
             return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device,
                                        requires_grad=v.requires_grad)
     return v if v.requires_grad else v.detach()
 
 
-# ---- the function that calls them --------------------------------------------------------------------------
+# ---- the function that calls the pieces --------------------------------------------------------------------
 
 
 def link(cut: Pieces, compiled: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """The whole graph, from its pieces' functions: straight-line Python, in which a value goes with its last reader."""
+    """The function of the whole graph: straight-line Python that calls the pieces, and frees values early."""
     w = _Writer(cut.gm)
-    last = {n: k for k, p in enumerate(cut.pieces) for n in (*p.outputs, *p.inputs)}  # where it is needed last
+    last = {n: k for k, p in enumerate(cut.pieces) for n in (*p.outputs, *p.inputs)}  # the last piece that uses it
     last |= dict.fromkeys(w.output.all_input_nodes, len(cut.pieces))
     for k, (p, f) in enumerate(zip(cut.pieces, compiled)):
         w.call(p, f, [n for n in (*p.inputs, *p.outputs) if last[n] == k])
@@ -124,7 +124,7 @@ class _Writer:
         self.output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
 
     def name(self, n: fx.Node) -> str:
-        """Of a value; what no piece computes is a tensor that the graph holds, or a number made of its arguments."""
+        """The variable that holds a value. If no piece computes it, it is a tensor held by the graph or a number."""
         if n not in self.names:
             if n.op == "get_attr":
                 self.names[n] = self.constant(held_by(self.gm, n))

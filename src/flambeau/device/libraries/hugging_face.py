@@ -1,8 +1,8 @@
-"""Makes Hugging Face's libraries choose the device, as they only know a fixed list.
+"""Makes Hugging Face's libraries choose the device, which is not in their fixed list.
 
-`Accelerator()` and `TrainingArguments` take the device that ACCELERATE_TORCH_DEVICE names: it names ours, unless it is
-set, once the device is in use, or where it is available when accelerate is imported. For `device_map="auto"`,
-`get_max_memory` says which devices there are and how much they hold. It has no place for others, so its answer is
+`Accelerator()` and `TrainingArguments` use the device named by ACCELERATE_TORCH_DEVICE. Unless it is set already, it is
+set to ours when the device is enabled, or when accelerate is imported and the device is available. For
+`device_map="auto"`, `get_max_memory` lists the devices and their memory. It is not extensible, so its result is
 completed.
 """
 
@@ -29,7 +29,7 @@ LIBRARIES = ("accelerate", "transformers")
 
 
 def follow() -> None:
-    """Have it complete as soon as it is there."""
+    """Patch the library once its module is imported, or now if it is imported already."""
     if MODULE in sys.modules:
         complete(sys.modules[MODULE])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -41,7 +41,7 @@ def recommend() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing itself; what the others find it looks at when it has been loaded."""
+    """An import hook that finds nothing itself, but patches the module after another finder's loader has run."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != MODULE:
@@ -66,7 +66,7 @@ def complete(module: ModuleType) -> None:
     if own is None or hasattr(own, "__wrapped__"):
         return
     ours = with_device(own)
-    for name, there in [*sys.modules.items()]:  # modules that imported it hold it under their own names
+    for name, there in [*sys.modules.items()]:  # modules that imported the function hold their own reference
         if name.partition(".")[0] in LIBRARIES:
             for key in [key for key, value in vars(there).items() if value is own]:
                 setattr(there, key, ours)
@@ -81,7 +81,7 @@ def with_device(own: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, A
         if max_memory is None:
             memory = {k: torch.accelerator.get_memory_info(k)[0] for k in range(torch_module.device_count())}
             return memory | own()
-        # Of numbers it says that there are no such devices; what is left is the sizes' units.
+        # It reports that numbered devices do not exist, so each is passed as "cpu", just to convert its unit.
         numbered = {k: own({"cpu": v})["cpu"] for k, v in max_memory.items() if isinstance(k, int)}
         return dict(sorted(numbered.items())) | own({k: v for k, v in max_memory.items() if not isinstance(k, int)})
 

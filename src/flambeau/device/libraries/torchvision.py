@@ -1,9 +1,9 @@
 """torchvision's operators on the device: nms, roi_align and deform_conv2d, with gradients.
 
-Kernels may be registered before a library defines its operators, so nothing waits for torchvision to be imported. The
-formulas are written in PyTorch's operators; a call of a kind is one graph, compiled once, in which nothing but results
-becomes memory unless it must. Gradients are those of the formulas. How many boxes there are changes with every image:
-they are filled up to a power of two, so that few programs serve them all.
+Kernels may be registered before a library defines its operators, so nothing waits for the import of torchvision. The
+formulas are written with PyTorch's operators. Calls with the same arguments except for tensor contents share one graph,
+compiled once, in which intermediates are fused where possible. Gradients are those of the formulas. The number of boxes
+changes with every image, so boxes are padded to a power of two, and a few programs serve all images.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ..python_kernels import private
 log = logging.getLogger(__name__)
 
 LIBRARY = "torchvision"
-MANY = 1 << 14  # boxes beyond which their pairs would take too much memory
-LEAST = 16  # boxes that a program has room for
-ROUNDS = 4  # of suppression, before somebody looks whether they were enough
+MANY = 1 << 14  # boxes: for more than this, the table of pairs would take too much memory
+LEAST = 16  # boxes: a program has room for at least this many
+ROUNDS = 4  # of suppression, before a check on the host whether they were enough
 
 
 # ---- boxes -----------------------------------------------------------------------------------------------
 
 
 def nms(op: Any, boxes: Tensor, scores: Tensor, threshold: float) -> Any:
-    """A box is dropped if one that is kept, and has a higher score, overlaps it by more than the threshold.
+    """Drop a box if a kept box with a higher score overlaps it by more than the threshold.
 
-    The first box is kept; with each round at least one more is decided, and mostly all that do not hang on each other.
+    The first box is kept. Each round decides at least one more box, and usually all that do not depend on each other.
     """
     count = boxes.shape[0]
     if boxes.dim() != 2 or boxes.shape[1] != 4 or scores.shape != (count,) or not 0 < count <= MANY:
@@ -60,7 +60,7 @@ def nms(op: Any, boxes: Tensor, scores: Tensor, threshold: float) -> Any:
 
 
 def pairs(boxes: Tensor, scores: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of scores; by it, which box would drop which; and all boxes. The first drops what is no box."""
+    """The order by score; a table of which box would drop which; and a flag for each box. Box 0 drops padding boxes."""
     order = scores.sort(stable=True, descending=True)[1]
     x1, y1, x2, y2, real = boxes.index_select(0, order).unbind(1)
     area = (x2 - x1) * (y2 - y1)
@@ -73,7 +73,7 @@ def pairs(boxes: Tensor, scores: Tensor, threshold: float) -> tuple[Tensor, Tens
 
 
 def suppressed(drops: Tensor, kept: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Some rounds, and whether the last changed anything."""
+    """Run some rounds of suppression; returns the kept boxes, and whether the last round changed anything."""
     before = kept
     for _ in range(ROUNDS):
         before, kept = kept, ~(drops & kept[:, None]).any(0)
@@ -81,14 +81,14 @@ def suppressed(drops: Tensor, kept: Tensor, threshold: float) -> tuple[Tensor, T
 
 
 def compacted(order: Tensor, kept: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Those that are kept, and how many they are; the place after them is for all others."""
+    """The indices of the kept boxes, and their number. The extra place at the end receives all dropped ones."""
     number = kept.to(torch.int64).cumsum(0)
     place = torch.where(kept, number - 1, order.shape[0])
     return order.new_zeros(order.shape[0] + 1).scatter(0, place, order), number[-1]
 
 
 def filled(x: Tensor, value: float) -> Tensor:
-    """Up to a power of two along the first dimension."""
+    """Pad the first dimension to a power of two."""
     size = max(LEAST, 1 << max(x.shape[0] - 1, 0).bit_length())
     out = x.new_full((size, *x.shape[1:]), value)
     out[:x.shape[0]].copy_(x)
@@ -103,7 +103,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def region_sizes(rois: Tensor, scale: float, aligned: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Where regions start, and how long they are: rows first."""
+    """The start and the length of each region, along rows first and then columns."""
     ends = (wide(rois)[:, 1:] * scale - (0.5 if aligned else 0.0)).unbind(1)
     starts, lengths = [ends[1], ends[0]], [ends[3] - ends[1], ends[2] - ends[0]]
     return starts, lengths if aligned else [n.clamp_min(1) for n in lengths]
@@ -111,7 +111,7 @@ def region_sizes(rois: Tensor, scale: float, aligned: bool) -> tuple[list[Tensor
 
 def roi_align(image: Tensor, rois: Tensor, scale: float, rows: int, columns: int, ratio: int, aligned: bool,
               samples: tuple[int, int]) -> Tensor:
-    """The mean of bilinear samples of each bin of a region; `samples`: of an axis, in the largest bin."""
+    """The mean of bilinear samples in each bin of a region; `samples`: per axis, those of the largest bin."""
     starts, lengths = region_sizes(rois, scale, aligned)
     channel = torch.arange(image.shape[1], device=image.device)
     batch = rois[:, 0].to(torch.int64)
@@ -154,7 +154,7 @@ def gradients(forward: Callable[..., Tensor], grad: Tensor, *inputs: Tensor) -> 
 
 
 def most_samples(op: Any, args: tuple[Any, ...], rois: Tensor, *rest: Any) -> tuple[int, int]:
-    """Of each axis, in the next power of two: other regions need no other kernel."""
+    """The number of samples per axis, rounded up to a power of two so that other regions can use the same kernel."""
     *_, ratio, _ = rest
     if ratio > 0:
         return ratio, ratio
@@ -186,13 +186,13 @@ def align_backward(op: Any, grad: Tensor, rois: Tensor, *rest: Any) -> Any:
     return only(out)
 
 
-# ---- convolutions at offsets -----------------------------------------------------------------------------
+# ---- deformable convolutions -----------------------------------------------------------------------------
 
 
 def deform_conv2d(image: Tensor, weight: Tensor, offset: Tensor, mask: Tensor, bias: Tensor, stride_h: int,
                   stride_w: int, pad_h: int, pad_w: int, dilation_h: int, dilation_w: int, groups: int,
                   offset_groups: int, use_mask: bool) -> Tensor:
-    """A convolution whose window is read at positions of its own, bilinearly; outside the image there are zeros."""
+    """A convolution whose window is sampled bilinearly at individual offsets; the image is padded with zeros."""
     n, channels, height, width = image.shape
     window, (rows, columns), device = weight.shape[2:], offset.shape[2:], image.device
     taps = window[0] * window[1]
@@ -238,7 +238,7 @@ def deform_conv2d_backward(grad: Tensor, image: Tensor, weight: Tensor, offset: 
 
 
 def fused(op: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """The results of a call as one program, in a list."""
+    """Run a function on these arguments as one program; returns the results in a list."""
     tensors = [x for x in flat(args) if isinstance(x, Tensor)]
     key = function if not isinstance(function, partial) else (function.func, tuple(function.keywords.items()))
     try:
@@ -269,7 +269,8 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def register_detection(otherwise: Callable[..., Any]) -> torch.library.Library:
-    """`otherwise(op, *args)` computes what these cannot. They stay as long as what is returned does."""
+    """Register the kernels. `otherwise(op, *args)` computes unsupported calls. The returned object keeps them
+    registered."""
     library = torch.library.Library(LIBRARY, "IMPL")
     for name, kernel in _KERNELS.items():
         library.impl(name, private(_called(name, kernel, otherwise)), "PrivateUse1")

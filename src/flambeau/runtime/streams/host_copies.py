@@ -1,7 +1,7 @@
-"""Tensors that wait in memory of the host until a backward needs them: sent there, and fetched again.
+"""Copies tensors to host memory until a backward needs them, and copies them back.
 
-The memory is pinned, so that copies run beside kernels; torch's allocator of it keeps it for the next step. What sends
-and fetches (schedule/streams/offload.py) is on one stream of the program's own, in the order in which it was put there.
+The host memory is pinned, so that copies run in parallel with kernels; torch's allocator caches it for the next step.
+All copies (schedule/streams/offload.py) run on one stream of the program's own, in the order in which they were issued.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 
 from flambeau.targets.base import Target
 
-NOTES = "flambeau_notes"  # in the meta of a graph: for `flambeau explain`
+NOTES = "flambeau_notes"  # key in the meta of a graph: lines for `flambeau explain`
 
 
 def send(x: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, laid out as the tensor is. It is there once the current stream has come so far."""
+    """A copy in pinned memory, with the same strides. It is complete once the current stream reaches this point."""
     there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, pin_memory=True)
     return there.copy_(x, non_blocking=True)
 
 
 def fetch(there: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor again, where a program does so in the order of one stream."""
+    """Copy the tensor back to the device, in the order of the current stream."""
     made = torch.empty_strided(there.shape, there.stride(), dtype=there.dtype, device=device)
     return made.copy_(there, non_blocking=True)
 
@@ -31,7 +31,7 @@ def fetch(there: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def link_rate(target: Target, device: torch.device) -> float:
-    """Bytes a nanosecond from the device to pinned memory of the host: measured once for a machine."""
+    """Bytes per nanosecond from the device to pinned host memory: measured once per machine, and kept on disk."""
     from flambeau.targets.identity import identity
     from flambeau.targets.search import kept
 

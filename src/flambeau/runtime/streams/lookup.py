@@ -1,8 +1,8 @@
-"""The streams and events of a run: the caller's own, those that a forward had, and a program's own.
+"""Finds the streams and events of a run: those of the caller, those of a backward's forward, and the program's own.
 
-torch.cuda has streams and events of its own kind, beside torch.Stream and torch.Event. A torch.Stream neither waits for
-a torch.cuda.Event nor records it, and says nothing about it. So every stream here is a torch.Stream, and an event of
-another kind is given a stream of that kind.
+torch.cuda has stream and event classes of its own besides torch.Stream and torch.Event. A torch.Stream neither waits
+for a torch.cuda.Event nor records it, and raises no error. So every stream here is a torch.Stream, and an event of
+another class is passed a stream of its class.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flambeau.torch_compat.streams import object_at
 
 
 def caller_stream(place: int, device: torch.device) -> torch.Stream:
-    """A stream that the caller's function uses, at this call."""
+    """The stream that the compiled function uses in this call, by its index among the caller's objects."""
     found = object_at(place)
     if not isinstance(found, torch.Stream) or found.device != device:
         raise UnsupportedError(f"a compiled function on {device} uses {found}", hint="streams of one device, in the "
@@ -33,7 +33,7 @@ def plain(s: torch.Stream) -> torch.Stream:
 
 
 def of_its_kind(event: torch.Event, s: torch.Stream) -> torch.Stream:
-    """The stream, of the kind that an event takes."""
+    """The stream, as an object of the class that an event works with."""
     if type(event) is torch.Event:
         return s
     kind: type[torch.Stream] = torch.get_device_module(s.device).Stream
@@ -50,7 +50,7 @@ def wait(s: torch.Stream, event: torch.Event) -> None:
 
 
 def stream_numbers(*streams: torch.Stream) -> torch.Tensor:
-    """By which a backward finds the streams of its forward."""
+    """The ids of streams, as a tensor from which a backward finds the streams of its forward."""
     return torch.tensor([s.stream_id for s in streams])
 
 
@@ -64,15 +64,15 @@ def caller_event(place: int) -> torch.Event:
     return found
 
 
-# ---- streams of a program's own ----------------------------------------------------------------------------------
+# ---- the program's own streams -----------------------------------------------------------------------------------
 
 _own: dict[tuple[torch.device, int, int], torch.Stream] = {}
 _lock = threading.Lock()
 
 
 def own_stream(k: int, beside: torch.Stream) -> torch.Stream:
-    """The k-th stream beside another. Each stream has its own: what is captured in one is no business of the others,
-    and libraries have a workspace for each."""
+    """The k-th extra stream that belongs to another stream. Each stream has its own extra streams, because a capture on
+    one must not affect the others, and libraries have a workspace per stream."""
     key = beside.device, beside.stream_id, k
     found = _own.get(key)
     if found is None:
@@ -82,7 +82,7 @@ def own_stream(k: int, beside: torch.Stream) -> torch.Stream:
 
 
 def fenced(run: Run, fence: Fence, device: torch.device) -> Run:
-    """Around work that is on the caller's stream and on streams of its own, the caller's others wait for each other."""
+    """Wrap a run on the caller's stream and the program's own: it waits for the caller's others, and they for it."""
 
     def between(args: list[Any]) -> list[Any]:
         here = torch.accelerator.current_stream(device)

@@ -1,7 +1,7 @@
-"""One stream or several: the first call times both on copies of its arguments, and what was faster is kept on disk.
+"""Chooses one stream or several: the first call times both on copies of its arguments, and the choice is kept on disk.
 
-The two programs have the same kernels and give the same bits, so the clock may choose between them. Where a recording
-is asked for, recordings are what is timed. A target that cannot time its device is timed by the host, which waits.
+Both programs have the same kernels and give the same bits, so a timing may choose between them. If CUDA graphs are
+requested, recordings are timed. If the target cannot time its device, the host's clock is used, which waits.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
     from ..launch_plan import LaunchPlan
 
-IN_A_ROW = 3  # runs that a clock of the host is around
+IN_A_ROW = 3  # runs per measurement with the host's clock
 log = logging.getLogger(__name__)
 
 
 def chosen(plan: LaunchPlan, beside: LaunchPlan, target: Target, kernels: Mapping[str, Launch | CompileError],
            function: Hashable) -> Run:
-    """A run function that is one of two."""
+    """A run function that uses the faster of two plans, chosen at the first call."""
     lock = threading.Lock()
     found: list[Run] = []
 
     def run(args: list[Any]) -> list[Any]:
         if not found:
-            if target.queue() is None:  # somebody captures: nothing may be waited for
+            if target.queue() is None:  # a capture is in progress, which allows no waiting
                 return plan.raw(kernels)(args)
             with lock:
                 if not found:
@@ -48,7 +48,7 @@ def chosen(plan: LaunchPlan, beside: LaunchPlan, target: Target, kernels: Mappin
 
 def choice(plan: LaunchPlan, beside: LaunchPlan, target: Target, kernels: Mapping[str, Launch | CompileError],
            args: list[Any]) -> int:
-    """0: one stream; 1: several."""
+    """Returns 0 for one stream, 1 for several."""
     from flambeau.targets.identity import identity
     from flambeau.targets.search import kept
 
@@ -56,14 +56,14 @@ def choice(plan: LaunchPlan, beside: LaunchPlan, target: Target, kernels: Mappin
              *(f"{k.text}{getattr(k, 'parts', '')!r}" for k in plan.kernels)]
     try:
         return int(kept(about, lambda: measured((plan, beside), target, kernels, args)).split()[0])
-    except Exception as error:  # out of memory, perhaps; one stream is always right
+    except Exception as error:  # such as out of memory; one stream is always correct
         log.info("streams are not timed: %s: %s", type(error).__name__, error)
         return 0
 
 
 def measured(plans: tuple[LaunchPlan, LaunchPlan], target: Target, kernels: Mapping[str, Launch | CompileError],
              args: list[Any]) -> str:
-    """Which is faster, and the seconds that each took."""
+    """The index of the faster plan, and the seconds that each took."""
     from flambeau.targets.search import fastest
 
     device = plans[0].device
@@ -71,7 +71,7 @@ def measured(plans: tuple[LaunchPlan, LaunchPlan], target: Target, kernels: Mapp
     module = torch.get_device_module(device)
     state = module.get_rng_state(device)
     candidates: dict[int, Callable[[], object]] = {}
-    held: list[list[Any]] = []  # a recording reads its arguments where they were: they have to stay
+    held: list[list[Any]] = []  # a recording reads its arguments at fixed addresses, so they must stay alive
     groups = [("trial", id(plans), k) for k in range(len(plans))]
     try:
         with torch.no_grad():
@@ -95,13 +95,13 @@ def measured(plans: tuple[LaunchPlan, LaunchPlan], target: Target, kernels: Mapp
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
-    """With the same strides, for which the programs were made: all memory from its first element to its last."""
+    """Copy a tensor with the same strides, which the programs were made for, including gaps between its elements."""
     shape, strides = x.shape, x.stride()
     return x.detach().as_strided((reach(shape, strides),), (1,)).clone().as_strided(shape, strides, 0)
 
 
 def in_a_row(again: Callable[[], object], device: torch.device) -> None:
-    """Some runs, until the device is done with them."""
+    """Run several times, and wait until the device has finished."""
     for _ in range(IN_A_ROW):
         again()
     torch.accelerator.synchronize(device)

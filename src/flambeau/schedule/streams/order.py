@@ -1,18 +1,19 @@
 """Checks that all uses of the same memory in a program happen in a defined order.
 
-Streams run side by side. What is ordered: the steps of one stream; what a stream runs after a wait, behind all that
-its event had behind it; and what the host puts anywhere after it has waited itself. All else may overlap. So each step
-has a clock, the number of steps of each stream that have run for certain when it begins, and one step is before
-another if the other's clock counts it. Two steps that use the same memory, one of them writing, must be so ordered:
+Streams run in parallel. The following is ordered: the steps of one stream; work on a stream after a wait, behind
+everything before the event; and everything that the host enqueues after it has waited itself. All else may overlap. So
+each step has a clock: for each stream, the number of its steps that are certain to have run when the step begins. One
+step is before another if the other's clock counts it. Two steps that use the same memory must be ordered if one of them
+writes. This concerns:
 
-- a buffer's elements, also under another name (written over in place, or a view that a call returned);
-- a place in the arena that several buffers have in turns: the arena belongs to stream 0, whose earlier runs used it
-  before this one begins, and whose later ones use it once this one ends;
-- memory that goes back to the allocator: it belongs to the stream that it was made on, which may use it at once.
+- a buffer's elements, also under another name (overwritten in place, or a view that a call returned);
+- a place in the arena that several buffers use in turn: the arena belongs to stream 0, whose earlier runs used it
+  before this one begins, and whose later runs use it once this one ends;
+- memory returned to the allocator: it belongs to the stream that it was allocated on, which may reuse it immediately.
 
     check_order(program)      # OrderError names both steps, and the wait that is missing
 
-The work is linear in the accesses, times the streams.
+The time is linear in the number of accesses, times the number of streams.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from flambeau.ir.program import (
 
 from ..memory import ALIGN, ProgramDraft, nbytes
 
-Clock = tuple[int, ...]  # of each stream, how many of its steps have run
+Clock = tuple[int, ...]  # for each stream, how many of its steps have run
 
 
 class Moment(NamedTuple):
@@ -57,7 +58,7 @@ class Moment(NamedTuple):
 
 
 class Clocks:
-    """What is known to have run, at each place of a program."""
+    """Tracks what is certain to have run, at each point of a program."""
 
     def __init__(self, streams: int) -> None:
         self.now = [[0] * streams for _ in range(streams)]
@@ -65,16 +66,16 @@ class Clocks:
         self.events: dict[int, Clock] = {}
 
     def step(self, k: int, stream: int) -> Moment:
-        """A step is put on a stream: it runs after all that is there, and all that the host has waited for."""
+        """Add a step to a stream: it runs after everything on that stream, and all that the host has waited for."""
         now = self.now[stream]
         join(now, self.host)
         now[stream] += 1
         return Moment(k, stream, tuple(now))
 
     def pass_by(self, s: Step) -> None:
-        """A step that orders others."""
+        """Process a step that orders others."""
         if isinstance(s, Record):
-            # An event recorded before anything waited on its stream has nothing but the stream behind it.
+            # Before any wait, an event covers just its own stream, and what the host has waited for.
             self.events[s.event] = joined(self.now[s.stream], self.host)
         elif isinstance(s, Wait):
             if s.event is not None:
@@ -110,7 +111,7 @@ def joined(a: Sequence[int], b: Sequence[int]) -> Clock:
 
 
 def accesses(s: Step, kernels: Sequence[AnyKernel]) -> dict[str, bool]:
-    """The buffers that a step uses, and whether it may write to them."""
+    """The buffers that a step uses, and whether it may write to each."""
     out: dict[str, bool] = {}
 
     def use(names: Iterable[str], written: bool) -> None:
@@ -131,7 +132,7 @@ def accesses(s: Step, kernels: Sequence[AnyKernel]) -> dict[str, bool]:
     elif isinstance(s, Call):
         use(s.names, True)
         schema = getattr(s.target, "_schema", None)
-        if schema is None:  # nobody knows
+        if schema is None:  # what it does is unknown
             use((v.buffer for v in values_in((s.args, s.kwargs))), not is_reader(s.target))
         else:
             named = dict(s.kwargs)
@@ -142,12 +143,12 @@ def accesses(s: Step, kernels: Sequence[AnyKernel]) -> dict[str, bool]:
 
 
 def is_reader(function: Any) -> bool:
-    """Of functions without a schema, those of our own (runtime/launch_plan.py) write to no argument."""
+    """Whether a function without a schema only reads its arguments: our own (runtime/launch_plan.py) do."""
     return getattr(function, "__module__", type(function).__module__).startswith("flambeau.")
 
 
 def roots(p: Program | ProgramDraft) -> dict[str, str]:
-    """Of each buffer, the one whose memory it has: itself, unless it lies over another or a call returned a view."""
+    """For each buffer the one that owns its memory: itself, unless it overwrites another or is a call's view."""
     places = {b.name: b for b in (p.buffers.values() if isinstance(p, ProgramDraft) else p.buffers)}
     out = {name: name for name in places}
 
@@ -170,7 +171,7 @@ def roots(p: Program | ProgramDraft) -> dict[str, str]:
 
 
 def is_single(p: Program | ProgramDraft) -> bool:
-    """Whether all of it is on one stream, whose order is that of the steps."""
+    """Whether all steps are on one stream, in program order."""
     return all(isinstance(s, WORK) and s.stream == 0 for s in p.steps)
 
 
@@ -183,10 +184,10 @@ def count_streams(p: Program | ProgramDraft) -> int:
 
 @dataclass
 class Cell:
-    """A piece of memory: who wrote to it last, and who has read it since."""
+    """A piece of memory: its last write, and the reads since then."""
 
     written: Moment | None = None
-    read: dict[int, Moment] = field(default_factory=dict)  # by stream, the latest
+    read: dict[int, Moment] = field(default_factory=dict)  # by stream, the latest read
 
     def conflicts(self, m: Moment, writes: bool) -> Iterator[Moment]:
         if self.written is not None and not m.after(self.written):
@@ -202,7 +203,7 @@ class Cell:
 
 
 class Memory:
-    """The cells of a program: one for each buffer with memory of its own, and one for each piece of the arena."""
+    """The cells of a program: one for each buffer that owns memory, and one for each piece of the arena."""
 
     def __init__(self, p: Program) -> None:
         self.cells: dict[Any, Cell] = {}
@@ -223,14 +224,14 @@ class Memory:
 
 
 def extent(b: BufferPlan) -> tuple[int, int]:
-    """Its bytes in the arena."""
+    """The range of bytes that a buffer occupies in the arena."""
     size = nbytes(b)
     assert size is not None, f"{b.name} is in the arena, and nobody knows how large it is"
     return b.offset, b.offset - (-max(size, 1) // ALIGN) * ALIGN
 
 
 def check_order(p: Program) -> None:
-    """OrderError, if two steps use the same memory and nothing orders them."""
+    """Raise OrderError if two steps use the same memory and nothing orders them."""
     if not is_single(p):
         Check(p).run()
 
@@ -239,8 +240,8 @@ class Check:
     def __init__(self, p: Program) -> None:
         self.p, self.memory = p, Memory(p)
         self.clocks = Clocks(count_streams(p))
-        self.owner: dict[str, int] = {}  # of memory by its root: the stream that it was made on
-        self.alive: dict[str, int] = {}  # how many names of it are to be freed yet
+        self.owner: dict[str, int] = {}  # by root of the memory: the stream that allocated it
+        self.alive: dict[str, int] = {}  # by root: how many of its names are not freed yet
         self.kept: dict[str, set[int]] = {}
         self.gone: set[str] = set()
         for names in p.frees:
@@ -278,7 +279,7 @@ class Check:
                 self.released(root, end)
 
     def check_own(self, k: int, s: Step) -> None:
-        """What a step writes does not lie where it reads something else, unless it was put there for it (`over`)."""
+        """Check that a step writes to no memory of another buffer that it uses, unless that was planned (`over`)."""
         there: dict[int, tuple[str, bool]] = {}
         for name, writes in accesses(s, self.p.kernels).items():
             for piece in self.memory.pieces.get(name, ()):
@@ -305,7 +306,7 @@ class Check:
             self.gone.add(root)
 
     def released(self, root: str, k: int) -> None:
-        """The allocator may give the memory to what is put on its stream next."""
+        """Treat freed memory as written: the allocator may give it to the next work on its stream."""
         owner = self.owner.get(root, 0)
         now = Moment(k, owner, joined(self.clocks.now[owner], self.clocks.host))
         cell = self.memory.cell(root)

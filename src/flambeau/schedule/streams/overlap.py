@@ -1,12 +1,13 @@
-"""Steps of a program side by side: which of them go to streams of its own, by modelled times and critical paths.
+"""Runs steps of a program in parallel: moves some to streams of its own, by modelled times and critical paths.
 
     overlapped(program, tuning)       # a Program with the same kernels, or None where nothing is to be gained
 
-A step waits for those whose memory it uses; what is left free is scheduled as a list, the step with the longest way to
-the end first, on the stream where it can begin soonest. The model knows what a step moves and computes, and how much of
-the machine its results fill: two that fill it run one after the other, whatever stream they are on. A change of stream
-costs a wait. Steps keep an order that one stream could run; waits, memory and the proof are those of all programs with
-streams (`streams.py`, `order.py`). Bits are the same: every step computes what it did.
+A step depends on the steps whose memory it uses. Within these constraints a list schedule is made: the step with the
+longest path to the end first, on the stream where it can begin soonest. The model knows what a step moves and computes,
+and what share of the machine its results fill: two steps that fill it run one after the other, whatever their streams.
+A change of stream costs a wait. Steps keep an order that one stream could run; waits, memory and the check of their
+order are the same as for all programs with streams (`waits.py`, `order.py`). Every step computes what it did, so bits
+are equal.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from ..memory import ProgramDraft, nbytes, span
 from .order import accesses, check_order, count_streams, is_single, roots
 from .waits import plan_overlap
 
-STREAMS = (2, 3, 4)  # how many are tried
+STREAMS = (2, 3, 4)  # the numbers of streams to try
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Nanoseconds of a step by itself, and the part of the machine that it keeps busy then."""
+    """The time of a step by itself in nanoseconds, and the share of the machine that it keeps busy."""
 
     time: float
     share: float
@@ -49,7 +50,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a step runs, and from when to when, as the model has it."""
+    """The stream of a step, and its modelled start and end."""
 
     stream: int
     start: float
@@ -57,7 +58,7 @@ class Lane:
 
 
 def overlapped(p: Program, tuning: Tuning, fixed: float | None = None) -> Program | None:
-    """`fixed`: nanoseconds that each step takes at least; by default those of a launch by the host."""
+    """The program on several streams, or None. `fixed`: least nanoseconds per step, by default of a host launch."""
     work = [s for s in p.steps if isinstance(s, WORK)]
     if not is_single(p) or len(work) < 3:
         return None
@@ -83,13 +84,13 @@ def overlapped(p: Program, tuning: Tuning, fixed: float | None = None) -> Progra
 
 
 def results(p: Program) -> list[str]:
-    """What the caller uses afterwards, on his stream."""
+    """The buffers that the caller uses afterwards, on its own stream."""
     written = [name for s in p.steps for name, writes in accesses(s, p.kernels).items() if writes and name in p.inputs]
     return list(dict.fromkeys([*(v.buffer for v in values_in(p.outputs)), *written]))
 
 
 def in_arena(p: Program) -> dict[str, BufferPlan]:
-    """The buffers, with all intermediates of known size in the arena: allocators keep the memory of streams apart."""
+    """The buffers, with all intermediates of known size in the arena, as allocators keep memory of streams separate."""
     shared = {v.buffer for s in p.steps if isinstance(s, Call)
               and (s.aliases or any(w for n, w in accesses(s, p.kernels).items() if n not in s.names))
               for v in values_in((s.args, s.kwargs))}
@@ -119,15 +120,15 @@ def cost(s: Step, p: Program, tuning: Tuning, fixed: float) -> Cost:
 
 
 def products(s: Call, p: Program, made: int) -> float:
-    """Multiplications and additions of a library's call: of an m x k by a k x n matrix, the root of the three sizes'
-    product is m k n; a convolution, or attention, comes near it."""
+    """The multiplications and additions of a library call. For an m x k times an k x n matrix, the root of the product
+    of the three sizes is m k n; convolutions and attention come near it."""
     given = sorted((span(p.places[v.buffer]).bounds()[1] or 0 for v in values_in((s.args, s.kwargs))
                     if v.buffer in p.places), reverse=True)[:2]
     return 2.0 * math.sqrt(math.prod(given) * max(made, 1)) if len(given) == 2 else 0.0
 
 
 def timeline(p: Program, tuning: Tuning) -> dict[int, Lane]:
-    """When each step of a program with streams would run, as the model has it."""
+    """When each step of a program with streams would run, according to the model."""
     now = [0.0] * count_streams(p)
     events: dict[int, float] = {}
     out: dict[int, Lane] = {}
@@ -149,8 +150,8 @@ def timeline(p: Program, tuning: Tuning) -> dict[int, Lane]:
 
 
 def dependences(p: Program, work: Sequence[Step]) -> list[set[int]]:
-    """The steps that each step comes behind. Calls that are not a library's may do more than their schema says (they
-    draw random numbers): they keep their order."""
+    """The steps that each step must follow. Calls other than to a library may do more than their schema says (draw
+    random numbers), so they keep their order."""
     root = roots(p)
     written: dict[str, int] = {}
     read: dict[str, list[int]] = {}
@@ -177,18 +178,18 @@ def dependences(p: Program, work: Sequence[Step]) -> list[set[int]]:
 
 
 def lane_up(costs: Sequence[Cost], before: Sequence[set[int]], streams: int, wait: float) -> list[Lane]:
-    """A list schedule."""
+    """Compute a list schedule: a stream, a start and an end for each step."""
     after: list[list[int]] = [[] for _ in costs]
     for k, some in enumerate(before):
         for j in some:
             after[j].append(k)
-    way = [0.0] * len(costs)  # to the end
+    way = [0.0] * len(costs)  # modelled time from a step's start to the end
     for k in reversed(range(len(costs))):
         way[k] = costs[k].time + max((way[j] for j in after[k]), default=0.0)
     missing = [len(some) for some in before]
     ready = [(-way[k], k) for k, n in enumerate(missing) if not n]
     heapq.heapify(ready)
-    free, filled = [0.0] * streams, 0.0  # when a stream, and the machine, have nothing to do
+    free, filled = [0.0] * streams, 0.0  # when each stream, and the whole machine, become idle
     lanes: list[Lane | None] = [None] * len(costs)
     while ready:
         _, k = heapq.heappop(ready)
@@ -201,7 +202,7 @@ def lane_up(costs: Sequence[Cost], before: Sequence[set[int]], streams: int, wai
                 start = max(start, lane.end + (wait if lane.stream != s else 0.0))
                 near = near or lane.stream == s
             if not before[k] and s:
-                start = max(start, wait)  # behind the start of the run
+                start = max(start, wait)  # after the start of the run
             found.append((max(start, filled) if costs[k].share > 0.5 else start, not near, s))
         start, _, s = min(found)
         lanes[k] = Lane(s, start, start + costs[k].time)

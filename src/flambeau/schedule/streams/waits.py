@@ -1,10 +1,9 @@
 """Schedules programs with several streams: one part after the other, with the missing waits added.
 
-A stretch of nodes on one stream, with nothing between them that orders streams, is scheduled by itself: kernels do not
-cross streams, and an event has behind it what was there when it was recorded. Between stretches values are memory.
-What the caller's events do not order, though one step reads what another one writes, is ordered here: a stream waits
-for an event of ours. Memory is then planned by what is before what for certain (`order.py`), and not by the list of
-steps.
+A section of nodes on one stream, without stream operations in between, is scheduled by itself: kernels do not cross
+streams, and an event covers exactly the work before its record. Between sections, values are in memory. If one step
+reads what another one writes, and the caller's events do not order them, a wait for an event of our own is added.
+Memory is then planned by the order that is certain (`order.py`), and not by the list of steps.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from flambeau.ir.program import WORK, Copy, Fence, Keep, Program, Record, Step, 
 from ..memory import ProgramDraft, lifetimes, plan_memory
 from .order import Cell, Clock, Clocks, Moment, accesses, check_order, count_streams, joined, roots
 
-# ---- stretches of a graph --------------------------------------------------------------------------------
+# ---- sections of a graph ---------------------------------------------------------------------------------
 
 
 @dataclass
 class Section:
-    """A stretch of a graph on one stream, as a graph, and the steps before it."""
+    """A run of consecutive nodes on one stream, as a graph, and the stream operations before it."""
 
     graph: Graph
     stream: int = 0
@@ -32,7 +31,7 @@ class Section:
 
 
 def sections(graph: Graph) -> Iterator[Section]:
-    """The graph itself, if all of it is on one stream."""
+    """Split a graph into sections; a graph on one stream is its own section."""
     if not graph.turns:
         yield Section(graph)
         return
@@ -48,7 +47,7 @@ def sections(graph: Graph) -> Iterator[Section]:
 
 
 def stretch(graph: Graph, nodes: list[Node], before: list[str], later: set[str]) -> Graph:
-    """Some nodes of a graph, by themselves: what others read of them is returned. Buffers are in one table."""
+    """A graph of some nodes of another graph; it returns the values that others read. Both share the buffer table."""
     made = copy.copy(graph)
     made.nodes, made.inputs, made.mutations, made.turns = list(nodes), list(before), [], []
     made.outputs = [graph.whole(name) for n in nodes for name in n.names if name in later]
@@ -56,8 +55,8 @@ def stretch(graph: Graph, nodes: list[Node], before: list[str], later: set[str])
 
 
 def write_early(p: ProgramDraft, first: int) -> None:
-    """New values of inputs that are copied there, from step `first` on, are so right behind the kernels that make
-    them, on their stream: the caller's events come after that, as they do in eager."""
+    """Move the copies of new values into inputs (steps from `first` on) right behind the kernels that make the values,
+    on their stream: the caller's events come after them, as in eager."""
     copies = [s for s in p.steps[first:] if isinstance(s, Copy)]
     p.steps = p.steps[:first]
     root = roots(p)
@@ -76,12 +75,12 @@ def written(s: Step, p: ProgramDraft) -> set[str]:
 
 
 def order_streams(p: ProgramDraft, graph: Graph, own: bool = False) -> None:
-    """Add the waits without which two steps would use the same buffer in no order. `own`: nothing but these steps is on
-    the streams, so that a wait that orders none of them is dropped."""
+    """Add waits wherever two steps would use the same buffer in no defined order. `own`: only these steps run on the
+    streams, so waits that order none of them are dropped."""
     root, cells, clocks = roots(p), dict[str, Cell](), Clocks(count_streams(p))
     events = max((s.event for s in p.steps if isinstance(s, Record)), default=-1) + 1
-    waits: dict[int, dict[int, int]] = {}  # before a step: events by the steps behind which they are recorded
-    records: dict[int, Record] = {}  # behind a step
+    waits: dict[int, dict[int, int]] = {}  # before a step: for each step to wait for, its event
+    records: dict[int, Record] = {}  # records to insert after a step
     streams: dict[int, int] = {}
     idle: set[int] = set()
 
@@ -90,7 +89,7 @@ def order_streams(p: ProgramDraft, graph: Graph, own: bool = False) -> None:
         found = [(cells.setdefault(root.get(name, name), Cell()), writes) for name, writes in uses]
         now = Moment(k, stream, joined(clocks.now[stream], clocks.host))
         missing = {m for cell, writes in found for m in cell.conflicts(now, writes)}
-        for m in sorted(missing, reverse=True):  # a later one may have waited for an earlier one itself
+        for m in sorted(missing, reverse=True):  # a later step may already have waited for an earlier one
             if clocks.now[stream][m.stream] < m.clock[m.stream]:
                 if m.step not in records:
                     records[m.step] = Record(events, m.stream)
@@ -130,7 +129,7 @@ def order_streams(p: ProgramDraft, graph: Graph, own: bool = False) -> None:
 
 
 def plan_streams(p: ProgramDraft, graph: Graph, most: int | None, first: int) -> None:
-    """The waits and the memory of a draft whose new values of inputs are copied from step `first` on."""
+    """Plan waits and memory of a draft in which inputs are updated by copies from step `first` on."""
     drop_lost_keeps(p)
     write_early(p, first)
     order_streams(p, graph)
@@ -138,14 +137,14 @@ def plan_streams(p: ProgramDraft, graph: Graph, most: int | None, first: int) ->
 
 
 def plan_overlap(p: ProgramDraft, graph: Graph) -> None:
-    """The waits and the memory of a draft whose steps were put on streams of its own."""
+    """Plan waits and memory of a draft whose steps were put on the program's own streams."""
     p.steps = forked(p.steps, len(graph.streams))
     order_streams(p, graph, own=True)
     plan_places(p, graph, None)
 
 
 def plan_places(p: ProgramDraft, graph: Graph, most: int | None) -> None:
-    """The memory of steps that are in order."""
+    """Plan the memory of steps whose order is settled."""
     uses = Uses(p, graph.leaving)
     for b in list(p.buffers.values()):
         if b.place == "arena" and not uses.within(b.name):
@@ -155,7 +154,7 @@ def plan_places(p: ProgramDraft, graph: Graph, most: int | None) -> None:
 
 
 def forked(steps: Sequence[Step], sides: int) -> list[Step]:
-    """Streams of a program's own begin behind stream 0, and end before it does: nothing else is ever on them."""
+    """Make the program's own streams begin after stream 0 and end before it, so that they are idle outside of a run."""
     event = 1 + max((s.event for s in steps if isinstance(s, Record)), default=-1)
     begin: list[Step] = [Record(event), *(Wait(event, k) for k in range(1, sides + 1))]
     end: list[Step] = [x for k in range(1, sides + 1) for x in (Record(event + k, k), Wait(event + k))]
@@ -163,14 +162,14 @@ def forked(steps: Sequence[Step], sides: int) -> list[Step]:
 
 
 class Uses:
-    """When, for certain, each buffer's memory is used: what may take its place, and when it may go."""
+    """When each buffer's memory is certain to be in use: which buffers may share memory, and when it may be freed."""
 
     def __init__(self, p: ProgramDraft, leaving: Iterable[str]) -> None:
         self.root, clocks = roots(p), Clocks(count_streams(p))
         self.start = clocks.step(-1, 0)
         self.first: dict[str, dict[int, Moment]] = {}  # by stream
         self.last: dict[str, dict[int, Moment]] = {}
-        self.after: list[list[Clock]] = []  # behind each step: what each stream knows to be over
+        self.after: list[list[Clock]] = []  # after each step: what each stream knows to be complete
         for k, s in enumerate(p.steps):
             if isinstance(s, WORK):
                 m = clocks.step(k, s.stream)
@@ -182,13 +181,13 @@ class Uses:
                 clocks.pass_by(s)
             self.after.append([joined(now, clocks.host) for now in clocks.now])
         end = clocks.step(len(p.steps), 0)
-        for r in {self.root.get(name, name) for name in leaving}:  # the caller's own use of them
+        for r in {self.root.get(name, name) for name in leaving}:  # the caller uses these on stream 0
             self.first.setdefault(r, {}).setdefault(0, end)
             self.last.setdefault(r, {})[0] = end
         self.ends = [joined(now, clocks.host) for now in clocks.now]
 
     def before(self, a: str, b: str) -> bool:
-        """Whether every use of one buffer is over when the other one's begin: a step that uses both is in the way."""
+        """Whether every use of one buffer ends before any use of the other begins; no step may use both."""
         return all(m.after(other) and m.step != other.step
                    for m in self.first[b].values() for other in self.last[a].values())
 
@@ -196,27 +195,27 @@ class Uses:
         return self.before(a, b) or self.before(b, a)
 
     def within(self, name: str) -> bool:
-        """Whether stream 0 has begun the run before it is used, and knows at its end that all use of it is over."""
+        """Whether stream 0 has begun the run before the buffer is used, and knows all uses to be over at its end."""
         end = Moment(len(self.after), 0, self.ends[0])
         return name in self.first and all(m.after(self.start) for m in self.first[name].values()) and all(
             end.after(m) for m in self.last[name].values())
 
     def unordered(self, root: str, clock: Clock) -> list[int]:
-        """The streams on which it may still be in use then."""
+        """The streams on which it may still be in use at that time."""
         return [t for t, m in self.last.get(root, {}).items() if clock[t] < m.clock[t]]
 
 
 def owner_of(root: str, uses: Uses, inputs: Iterable[str]) -> int:
-    """The stream that a buffer's memory is made on."""
+    """The stream that allocates a buffer's memory."""
     if root in inputs or root not in uses.first:
         return 0
     return min(uses.first[root].values()).stream
 
 
 def release(p: ProgramDraft, graph: Graph) -> None:
-    """When memory goes back to the allocator, which gives it to the stream that it was made on: once that stream is
-    behind all use of it. If it never comes to be, the allocator is told who uses it. What the caller has given lives as
-    long as the call, as in eager."""
+    """Decide when memory returns to the allocator, which gives it to the stream that allocated it: once that stream is
+    behind all uses. If it never is, the allocator is notified which streams use it. The caller's arguments live as long
+    as the call, as in eager."""
     uses, lives = Uses(p, graph.leaving), lifetimes(p)
     names: dict[str, list[str]] = {}
     for name, r in uses.root.items():
@@ -248,12 +247,12 @@ def release(p: ProgramDraft, graph: Graph) -> None:
     p.steps = steps
 
 
-# ---- streams of a program's own ----------------------------------------------------------------------------
+# ---- the program's own streams -----------------------------------------------------------------------------
 
 
 def on_own_streams(p: Program) -> tuple[Program, Fence]:
-    """The same on streams that belong to the program, so that a run can be recorded. What the caller has on his own is
-    fenced off."""
+    """The same program on its own streams, so that a run can be recorded; and the fence that orders the caller's
+    streams with it."""
     waited, happens = ({s.place for s in p.steps if isinstance(s, kind) and s.place is not None and (
         kind is Record or s.event is None)} for kind in (Wait, Record))
     numbers = [k for k, o in enumerate(p.outputs) if isinstance(o, StreamNumbers)]
@@ -277,7 +276,7 @@ def on_own_streams(p: Program) -> tuple[Program, Fence]:
 
 
 def drop_lost_keeps(p: ProgramDraft) -> None:
-    """What became no memory of its own needs none to be kept."""
+    """Drop Keep steps for buffers that no longer have memory of their own."""
     p.steps = [s for s in p.steps if not isinstance(s, Keep) or (
         s.buffer in p.buffers and p.buffers[s.buffer].place not in ("arena", "seed"))]
 

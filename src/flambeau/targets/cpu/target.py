@@ -1,7 +1,7 @@
 """The CPU target: C++ kernels, compiled in the background, several in a library, and stored on disk.
 
-A kernel's name, in a library and in the cache, is the hash of everything that its machine code depends on. So
-equal text is compiled once, whichever graph, process or day it comes from.
+A kernel's name, in a library and in the cache, is the hash of everything that its machine code depends on. So equal
+text is compiled once, whichever graph, process or day it comes from.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _Kernel: TypeAlias = KeyedSource[KernelSource]
 
 log = logging.getLogger(__name__)
 
-# Such a unit takes about three times as long to compile as the headers alone do (40 ms): smaller ones would
-# be mostly headers, larger ones would leave cores idle.
+# Such a unit takes about three times as long to compile as the headers alone do (40 ms): smaller ones would be mostly
+# headers, larger ones would leave cores idle.
 _UNIT_CHARACTERS = 1_500
 _ALIGNMENT = 64  # one cache line, and the widest vector register
 _LARGE = 32 << 20  # bytes; the C library keeps smaller blocks when they are freed, with their pages
@@ -53,12 +53,12 @@ _Address: TypeAlias = "Future[int | CompileError]"
 
 
 class CpuTarget(Target):
-    """Kernels are tabled by key as futures of their address: loaded, or on their way."""
+    """The CPU target. Kernels are stored by key as futures of their address: loaded, or being compiled."""
 
     names_kernels = True
 
     name = "cpu"
-    # A call of ours costs two microseconds more than torch's: sizes from which on the kernel makes up for it.
+    # A call of our kernel costs two microseconds more than torch's: sizes from which on the kernel makes up for it.
     wins: ClassVar[Mapping[str, int]] = {
         **dict.fromkeys(("draws", "volume sampling"), 1 << 12),
         **dict.fromkeys(("cumulative", "max pooling", "average pooling", "adaptive pooling", "resizing", "statistics",
@@ -79,9 +79,9 @@ class CpuTarget(Target):
         return Capabilities(name=self.name, ordered_scatter=True, tables=True, inexact=INEXACT)
 
     def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
-        """Transposed ones: oneDNN has kernels for that order, and for others a plain loop, beside which copies are
-        nothing (but for points in float32). For those that are not transposed it has both, and what follows would often
-        be slower."""
+        """Chooses channels-last for transposed convolutions: oneDNN has kernels for that order, and only a plain loop
+        for others, compared with which copies cost nothing (except for 1x1 windows in float32). For other convolutions
+        it has kernels for both orders, and the operators that follow would often be slower."""
         known = (torch.float32, torch.bfloat16) if torch.backends.mkldnn.is_available() else ()
         return {c: math.inf for c in convolutions if c.name in ("conv_transpose2d", "conv_transpose3d")
                 and c.dtype in known and (c.dtype is torch.bfloat16 or set(c.window) != {1})}
@@ -99,7 +99,7 @@ class CpuTarget(Target):
     def build(self, sources: Sequence[Source]) -> Build:
         if self._pid != os.getpid():
             self._start()
-        # Settings are read here: an override holds in the caller's thread only.
+        # Settings are read here, because an override holds only in the caller's thread.
         disk = shared_cache(config.cache_dir, config.cache_limit_mb)
         toolchain = self.toolchain(disk)
         jobs = config.compile_jobs
@@ -133,7 +133,7 @@ class CpuTarget(Target):
         return self.launcher().plan(steps)
 
     def launcher(self) -> Launcher:
-        """What makes launches and plans; waits for its compiler at the first use after an install."""
+        """Returns the maker of launches and plans; waits for its compiler at the first use after an install."""
         return CTYPES if self._launcher is None else self._launcher.result()
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -155,7 +155,7 @@ class CpuTarget(Target):
         return allocate
 
     def _start(self) -> None:
-        """Empty tables: at first, and in a forked child, which lacks the threads that would fill them."""
+        """Resets the tables: initially, and in a forked child, which lacks the threads that would fill them."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._kernels: dict[str, _Address] = {}
@@ -179,7 +179,7 @@ class CpuTarget(Target):
             self._launcher = self._pool(jobs).submit(build_launcher, toolchain, disk)
 
     def _known(self, kernel: _Kernel, disk: DiskCache) -> bool:
-        """Whether the table has the kernel, if need be from disk."""
+        """Whether the table has the kernel; loads it from disk if it is there."""
         known = self._kernels.get(kernel.key)
         if known is not None and not failed(known):
             return True
@@ -215,7 +215,7 @@ class CpuTarget(Target):
                     self._kernels[kernel.key].set_exception(error)
 
     def _compile(self, unit: Sequence[_Kernel], toolchain: Toolchain, disk: DiskCache) -> None:
-        """Compile some kernels into one library; on failure its halves, until the bad ones stand alone."""
+        """Compiles some kernels into one library; on failure in halves, until each bad kernel is alone."""
         key = hashlib.sha256("".join(k.key for k in unit).encode()).hexdigest()
 
         def load(path: Path) -> list[int]:
@@ -247,13 +247,13 @@ class CpuTarget(Target):
 
 
 def kernel_key(source: KernelSource, identity: str) -> str:
-    """The hash of all that decides a kernel's machine code. Its name does not."""
+    """Returns the hash of everything that decides a kernel's machine code. Its name does not."""
     parts = (source.text, *source.headers, _headers_digest(), identity)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def group(kernels: Sequence[_Kernel], jobs: int) -> list[list[_Kernel]]:
-    """Units of about equal length: the longest kernel first, each to the shortest unit so far."""
+    """Returns units of about equal length: the longest kernel first, each to the shortest unit so far."""
     total = sum(len(kernel.source.text) for kernel in kernels)
     count = min(2 * jobs, -(-total // _UNIT_CHARACTERS), len(kernels))
     units: list[list[_Kernel]] = [[] for _ in range(count)]
@@ -280,24 +280,24 @@ def _finished(value: T) -> Future[T]:
 
 
 def in_large_pages(memory: torch.Tensor) -> None:
-    """Ask for huge pages: faulting in 4 KB pages takes longer than most kernels that write there."""
+    """Asks for huge pages: faulting in 4 KB pages takes longer than most kernels that write there."""
     nbytes = memory.untyped_storage().nbytes()
     if nbytes < _LARGE or _madvise is None:
         return
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    # It is advice: a system that does not take it provides small pages, as always.
+    # It is only advice: a system that ignores it provides small pages.
     _madvise(start, nbytes - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
 
 
 @cache
 def _headers_digest() -> str:
-    # All of them: a header may include another.
+    # All of them, because a header may include another.
     contents = [path.name.encode() + b"\0" + path.read_bytes() for path in sorted(LIBRARY.glob("*.h"))]
     return hashlib.sha256(b"\0".join(contents)).hexdigest()
 
 
 def _advice() -> Callable[[int, int, int], int] | None:
-    """The C library's madvise, where there is one that knows of large pages."""
+    """Returns the C library's madvise, if it supports huge pages; else None."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     function: Callable[[int, int, int], int] = ctypes.CDLL(None).madvise

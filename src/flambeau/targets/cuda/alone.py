@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class LibraryFreeCuda(CudaTarget):
     name = "cuda-alone"
-    times = False  # products are kernels of ours, whatever a library would take
+    times = False  # products are always our own kernels, even where a library would be faster
 
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities(), name=self.name, contracts=True, sorts=True, tables=False,

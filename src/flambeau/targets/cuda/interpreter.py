@@ -1,7 +1,7 @@
 """Runs Triton kernels without a GPU: Triton's interpreter executes them on the CPU, in numpy.
 
-For tests of what is written for GPUs: the texts are the same, and so are the capabilities that they are written for.
-Triton decides when it is imported whether it compiles or interprets: TRITON_INTERPRET=1 must be set before that.
+For tests of code generation for GPUs: kernels have the same text, and are written for the same capabilities. Triton
+decides when it is imported whether it compiles or interprets: TRITON_INTERPRET=1 must be set before that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from flambeau.ir.program import AnyKernel
 
 
-UNITS = 2  # processors of the machine that is interpreted
+UNITS = 2  # processors of the interpreted machine
 
 
 class InterpreterTarget(BlockTarget):
@@ -47,8 +47,9 @@ class InterpreterTarget(BlockTarget):
         from flambeau.codegen.triton.dialect import CAPABILITIES
 
         assert CAPABILITIES.scatters is not None
-        joins = frozenset((mode, d) for mode, d in CAPABILITIES.scatters if d is not torch.bfloat16)  # numpy has none
-        return replace(CAPABILITIES, name=self.name, inexact=INEXACT, scatters=joins)  # beside eager's for CPUs
+        # numpy has no bfloat16
+        joins = frozenset((mode, d) for mode, d in CAPABILITIES.scatters if d is not torch.bfloat16)
+        return replace(CAPABILITIES, name=self.name, inexact=INEXACT, scatters=joins)  # compared with eager's for CPUs
 
     def bounded(self, kernel: AnyKernel, name: str) -> BlockSource:
         source = self.render(kernel, name)
@@ -89,7 +90,7 @@ class InterpreterLaunch:
         work, wide, *grids = self._shape(*sizes)
         kinds = signature(self._source, bool(wide)).values()
         memory, bad = ctypes.create_string_buffer(max(work, 1)), ctypes.c_int64(0)
-        if not self._source.cleared:  # what is read before it is written shows
+        if not self._source.cleared:  # makes reads of uninitialized memory visible
             ctypes.memset(memory, 0xFF, max(work, 1))
         space = [ctypes.addressof(memory)] if self._source.workspace else []
         flags = (ctypes.c_int32 * FLAGS)()
@@ -104,7 +105,7 @@ class InterpreterLaunch:
                 width = width_of(kind)
                 given.append((name, f"its pointer {k}", p + extents[2 * k] * width,
                               (extents[2 * k + 1] - extents[2 * k]) * width))
-        # Infinities and NaN are numbers.
+        # Infinities and NaN are ordinary values.
         with np.errstate(all="ignore"), memory_is(given if self._source.bounded else None):
             facts = Facts(all(p % 16 == 0 for p in pointers), sum(1 << k for k, n in enumerate(sizes) if n % 16 == 0))
             module = _module(self._source.text.replace(HOSTED, UNHOSTED))
@@ -127,15 +128,15 @@ class InterpreterLaunch:
 
 # ---- accesses that are checked ---------------------------------------------------------------------------
 
-# What a launch may access: the kernel, what it is to it, the first byte and how many.
+# A range of memory that a launch may access: the kernel, the role of the memory, its first byte and its size.
 Region = tuple[str, str, int, int]
-WIDE = 16  # bytes of the last access to a row, which may end behind it
+WIDE = 16  # bytes of the last access to a row, which may reach beyond its end
 _regions: list[Region] | None = None
 
 
 @contextmanager
 def memory_is(regions: list[Region] | None) -> Iterator[None]:
-    """Inside, an access of other memory is an error. None: whatever is accessed."""
+    """Makes accesses of any other memory an error within this block. None: accesses are not checked."""
     global _regions
     before, _regions = _regions, regions
     try:
@@ -145,10 +146,10 @@ def memory_is(regions: list[Region] | None) -> Iterator[None]:
 
 
 def width_of(kind: str) -> int:
-    """Bytes of an element behind a pointer of this type."""
-    from flambeau.codegen.triton.dialect import POINTER
+    """The bytes of an element behind a pointer of this type."""
+    from flambeau.codegen.triton.dialect import POINTED
 
-    return next(dtype.itemsize for dtype, pointer in POINTER.items() if pointer == kind)
+    return POINTED[kind].itemsize
 
 
 def check_accesses(addresses: Any, mask: Any) -> None:
@@ -166,7 +167,7 @@ def check_accesses(addresses: Any, mask: Any) -> None:
 
 
 def argument(value: int, kind: str) -> Any:
-    """A number as the interpreter has it inside, with exactly this type: it follows addresses wherever they lead."""
+    """Returns a number in the interpreter's own form, with exactly this type: it follows any address."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
@@ -180,7 +181,7 @@ def from_bfloat16(bits: Any) -> Any:
 
 
 def to_bfloat16(numbers: Any) -> Any:
-    """The bits of the nearest bfloat16, ties to even."""
+    """Returns the bits of the nearest bfloat16, ties to even."""
     single = np.asarray(numbers, dtype=np.float32)
     bits = single.view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
@@ -188,7 +189,8 @@ def to_bfloat16(numbers: Any) -> Any:
 
 
 def eight_bits(dtype: torch.dtype) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """From the bits of a float of 8 bits to float32, and back: beyond the largest number is the largest number."""
+    """Returns conversions from the bits of an 8-bit float to float32, and back; values beyond the range become the
+    largest number."""
     most = torch.finfo(dtype).max
 
     def wide(bits: Any) -> Any:
@@ -208,7 +210,7 @@ def _module(text: str) -> ModuleType:
 
 @cache
 def interpreted_triton() -> None:
-    """Triton imported so that it interprets, and the device library where texts find it."""
+    """Imports Triton so that it interprets, and puts the device library where kernels find it."""
     if find_spec("triton") is None:
         raise CompileError("Triton is not installed", target=InterpreterTarget.name, hint="pip install triton")
     if "triton" not in sys.modules:
@@ -224,7 +226,7 @@ def interpreted_triton() -> None:
     from triton.runtime import interpreter
 
     def create_splat(self: Any, kind: Any, scalar: Any) -> Any:
-        # As the interpreter's own, but a comparison of floats, whose handle says float, stays a bool.
+        # As the interpreter's own, but the result of a float comparison, whose handle says float, stays a bool.
         return interpreter.TensorHandle(np.full(kind.shape, scalar.data.reshape(-1)[0]), scalar.dtype.scalar)
 
     builder = interpreter.InterpreterBuilder
@@ -238,13 +240,14 @@ def interpreted_triton() -> None:
         tl.float8e5: (np.uint8, *eight_bits(torch.float8_e5m2))}
 
     def widened(value: Any) -> Any:
-        """A small float in float32, unless it is a comparison, whose handle says so too."""
+        """Returns a small float as float32. The result of a comparison is left alone, although its handle says float
+        too."""
         bits, wide, _ = small.get(value.dtype.scalar, (None, None, None))
         return wide(value.data) if wide is not None and value.data.dtype == bits else value.data
 
     def cast_impl(self: Any, value: Any, kind: Any) -> Any:
-        """To and from small floats by way of float32, as eager does; the interpreter's own knows some of them beside
-        float32 alone, and cuts digits off."""
+        """Casts to and from small floats by way of float32, as eager does; the interpreter's own converts some of them
+        only from and to float32, and truncates."""
         given, wanted = value.dtype.scalar, kind.scalar
         if (given not in small and wanted not in small) or given == wanted:
             return cast(self, value, kind)
@@ -259,7 +262,8 @@ def interpreted_triton() -> None:
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
-        # Triton 3.6 asks numpy for the number of an array of one element, which newer ones refuse.
+        # Triton 3.6 takes an index from an array of one element by a numpy conversion that newer versions of numpy
+        # refuse.
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     builder.cast_impl, builder.create_fp_to_fp, interpreter._patch_lang_tensor = cast_impl, create_fp_to_fp, patched
@@ -267,7 +271,7 @@ def interpreted_triton() -> None:
     dot = builder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
-        """The interpreter's own multiplies the bits of bfloat16."""
+        """Multiplies small floats in float32: the interpreter's own multiplies the bits of bfloat16."""
         single = [interpreter.TensorHandle(widened(x), tl.float32) if x.dtype.scalar in small else x for x in (a, b)]
         return dot(self, *single, d, *how)
 
@@ -293,12 +297,12 @@ def interpreted_triton() -> None:
 
 # ---- reductions and scans by any function ----------------------------------------------------------------
 
-# As a GPU does: in as many steps as the logarithm says, each for all of a block. The interpreter's own take one element
-# after the other.
+# As on a GPU: in a logarithmic number of steps, each for a whole block. The interpreter's own take one element after
+# the other.
 
 
 def combined(ops: Any, left: Sequence[Any], right: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
-    """Two lists of arrays, one array for each value that is reduced."""
+    """Combines two lists of arrays, with one array for each value that is reduced."""
     made = ops.combine_fn.fn(*map(ops.to_tensor, left, kinds), *map(ops.to_tensor, right, kinds))
     made = made if isinstance(made, tuple) else (made,)
     return [np.broadcast_to(getattr(getattr(m, "handle", None), "data", m), a.shape).astype(a.dtype)
@@ -313,7 +317,7 @@ def reduced(ops: Any, given: Sequence[Any]) -> list[Any]:
     rank = len(given[0].handle.data.shape)
     given, axis = ops.unravel(given, ops.axis)
     arrays, kinds = [t.handle.data for t in given], [t.dtype for t in given]
-    while arrays[0].shape[axis] > 1:  # neighbours first: where it matters, the order is kept
+    while arrays[0].shape[axis] > 1:  # neighbours first, which keeps the order for combines that depend on it
         left, right = ([a[along(axis, k, 2)] for a in arrays] for k in (0, 1))
         arrays = combined(ops, left, right, kinds)
     kept = (1,) * rank if ops.axis is None else arrays[0].shape
@@ -325,7 +329,7 @@ def scanned(ops: Any, given: Sequence[Any]) -> list[Any]:
     arrays, kinds = [np.array(t.handle.data) for t in given], [t.dtype for t in given]
     far = 1
     while far < arrays[0].shape[ops.axis]:
-        # Blocks have powers of two: those before the beginning are computed and left.
+        # Blocks have powers of two: elements before the beginning are computed and ignored.
         later = along(ops.axis, far)
         for a, made in zip(arrays, combined(ops, [np.roll(a, far, ops.axis) for a in arrays], arrays, kinds),
                            strict=True):

@@ -1,6 +1,6 @@
 """Finds NVIDIA's device library: that of torch's CUDA version if it is installed, or Triton's.
 
-Functions change between its versions. The ones in `CHANGED` have other last bits in Triton's copy than in CUDA 13's, so
+Functions change between its versions. Those in `CHANGED` have other last bits in Triton's copy than in CUDA 13's, so
 that a kernel which calls them has eager's bits only with the toolkit's library.
 """
 
@@ -17,26 +17,26 @@ from pathlib import Path
 FILE = Path("nvvm/libdevice/libdevice.10.bc")
 CHANGED = frozenset((
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "erf", "erfinv", "sinh", "tanh"))
-# Whatever the library: nvcc contracts within `pow`, and eager has the others from formulas of its own.
+# Inexact with any library: nvcc contracts within `pow`, and eager computes the others by formulas of its own.
 NEVER = frozenset(("pow", "i0", "i1", "ndtri", "erfcx", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"))
 
 
 @cache
 def toolkit_library() -> Path | None:
-    """The toolkit's library, if there is one of torch's CUDA version."""
+    """Returns the toolkit's library, if there is one of torch's CUDA version."""
     wanted = torch_cuda()
     found = (folder / FILE for folder in toolkits(wanted) if wanted and version_of(folder) == wanted)
     return next((path for path in found if path.is_file()), None)
 
 
 def inexact() -> frozenset[str]:
-    """Functions whose last bits are not those of eager's kernels."""
+    """Functions whose last bits differ from those of eager's kernels."""
     return NEVER if toolkit_library() is not None else NEVER | CHANGED
 
 
 def torch_cuda() -> str:
-    """The version of CUDA that torch was built with, as 13.0; empty if with none. Read from torch's file: to import it
-    takes longer than to load a kernel."""
+    """Returns the version of CUDA that torch was built with, such as 13.0; empty if it was built without. Read from
+    torch's file: importing torch takes longer than loading a kernel."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
     found = re.search(r"^cuda\b.*= *['\"]([\d.]+)", file.read_text(), re.MULTILINE) if file is not None else None
@@ -44,7 +44,8 @@ def torch_cuda() -> str:
 
 
 def toolkits(version: str) -> Iterator[Path]:
-    """Where a toolkit may be: what the environment names, the usual places, and packages beside torch."""
+    """Yields the folders where a toolkit may be: those that the environment names, the usual places, and packages next
+    to torch."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(name):
             yield Path(os.environ[name])
@@ -54,7 +55,7 @@ def toolkits(version: str) -> Iterator[Path]:
 
 
 def version_of(toolkit: Path) -> str | None:
-    """As 13.0, from the header that every toolkit has."""
+    """Returns a toolkit's version, such as 13.0, from the header that every toolkit has."""
     header = toolkit / "include" / "cuda.h"
     if not header.is_file():
         return None

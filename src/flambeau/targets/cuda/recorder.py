@@ -32,13 +32,14 @@ class CudaRecording(Recording):
 
 
 class CudaRecorder(Recorder):
-    """Graphs of one pool use the memory of each other's intermediates, so all of them run in the order of one stream:
-    each stream has pools, and streams to capture in, of its own. Torch's generator of the device counts in its own
-    memory what a graph draws, so a replay goes on where the call before it stopped."""
+    """Records CUDA graphs. Graphs of one pool share memory for intermediates, so all of them run in the order of one
+    stream: each stream has pools, and capture streams, of its own. Torch's generator of the device counts in its own
+    memory what a graph draws, so that a replay continues where the call before it stopped."""
 
     def __init__(self, target: CudaTarget) -> None:
         self.target = target
-        # A pool, the stream to capture in, and a graph that keeps the pool: without any, torch takes no other for it.
+        # A pool, the stream to capture in, and a graph that keeps the pool alive: torch does not reuse a pool without
+        # graphs.
         self.places: dict[Hashable, tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]] = {}
 
     def place(self) -> Hashable | None:
@@ -54,7 +55,7 @@ class CudaRecorder(Recorder):
         return self.target.plan([])
 
     def check(self) -> None:
-        # A replay launches nothing by itself, so nobody else would look at what kernels reported.
+        # A replay launches nothing through our launcher, so nothing else would read what kernels reported.
         if bad := self.nothing([], ()):
             error = error_of(bad[1])
             error.add_note("reported by a kernel that was launched before")
@@ -68,17 +69,17 @@ class CudaRecorder(Recorder):
         with _ONE_AT_A_TIME:
             place = self.place(), group
             if place not in self.places:
-                torch.cuda.empty_cache()  # nothing can be given back to the system during a capture
+                torch.cuda.empty_cache()  # memory cannot be returned to the system during a capture
                 pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
                 self.places[place] = pool, stream, capture_nothing(stream, pool)
             pool, stream, _ = self.places[place]
             graph = torch.cuda.CUDAGraph()
             collects = gc.isenabled()
-            gc.disable()  # what it would delete may be another graph, which a capture does not survive
+            gc.disable()  # garbage collection may delete another graph, which would invalidate the capture
             try:
                 with torch.cuda.stream(stream):
-                    # Kernels may be loaded, and memory of the host be pinned, while we capture; torch's own capture
-                    # of a pool allows it for its allocator in the same way.
+                    # Kernels may be loaded, and host memory be pinned, during the capture; torch's own capture allows
+                    # it for its allocator in the same way.
                     graph.capture_begin(pool, capture_error_mode="relaxed")
                     results = run(list(inputs))
                     graph.capture_end()
@@ -92,7 +93,7 @@ class CudaRecorder(Recorder):
             finally:
                 if collects:
                     gc.enable()
-            # To capture, torch wrote the seed of the generator in the other stream.
+            # The capture wrote the generator's seed on the capture stream: wait for it.
             torch.cuda.current_stream().wait_stream(stream)
             graph.replay()  # a capture computes nothing
             return CudaRecording(graph, results)
@@ -101,21 +102,22 @@ class CudaRecorder(Recorder):
 # ---- captures that fail ----------------------------------------------------------------------------------
 
 
-_FAILED: list[torch.cuda.CUDAGraph] = []  # the allocator of pinned memory goes on asking them what belongs to them
+_FAILED: list[torch.cuda.CUDAGraph] = []  # the allocator of pinned memory keeps asking them which blocks belong to them
 
 
 def abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """A capture that became invalid cannot be ended. What torch then leaves in the middle of it:
+    """Cleans up after a capture that became invalid and cannot be ended. Torch leaves these in the middle of it:
 
     - The allocator of the device, which can be told.
     - The allocator of pinned memory, which cannot. It takes no second capture in the same pool, so the pool is given
-      up; recordings that were made in it keep their memory.
-    - Up to 2.11 the generator, which draws nothing any more until a capture ends well: an empty one does.
+    up; recordings that were made in it keep their memory.
+    - Up to 2.11 the generator, which draws no more numbers until a capture succeeds: an empty one does.
     """
     _FAILED.append(graph)
     device = torch.cuda.current_device()
     if attempt(torch_cuda.end_allocate_to_pool, device, pool):
-        attempt(torch_cuda.release_pool, device, pool)  # else it ended so far that the graph does it
+        # if it could not be ended, it had ended already, and the graph releases the pool
+        attempt(torch_cuda.release_pool, device, pool)
     if not attempt(capture_nothing, torch.cuda.Stream()):
         warnings.warn("flambeau: a CUDA graph capture failed, and torch's random numbers may raise from now on; "
                       "options={'graphs': False} avoids it", stacklevel=2)

@@ -1,11 +1,11 @@
 """The target for NVIDIA GPUs: Triton kernels, compiled in worker processes, launched by the CUDA driver.
 
-Each kernel exists in variants that differ in what they assume of their arguments (`Facts`); every call checks which
-one it may use. That of the capture, with aligned pointers, is compiled in the background; others when a call needs
-them.
+Each kernel exists in variants that differ in their assumptions about arguments (`Facts`); every call checks which
+variant it may use. The variant for the captured sizes and aligned pointers is compiled in the background, the others
+when a call needs them.
 
-Launches are asynchronous, and so are errors: a kernel that finds something wrong with its data (an index out of range)
-says so in memory of the host, and the next launch on any device, which reads it there without waiting, raises.
+Launches are asynchronous, and so are errors: a kernel that finds a fault in its data (an index out of range) writes it
+to host memory. The next launch on any device reads it there without waiting, and raises.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ if TYPE_CHECKING:
 
 _EXTENSION = "cuda_launcher"
 _DRIVER = "libcuda.so.1"
-_TIMED = 4  # launches at once: one alone is hardly longer than the clock's step
-_SHORT, _TIMED_SHORT = 2e-5, 16  # seconds of a launch that is short, and how many of those are timed at once
+_TIMED = 4  # launches timed together: a single one is hardly longer than the clock's resolution
+_SHORT, _TIMED_SHORT = 2e-5, 16  # a launch shorter than so many seconds is timed in batches of so many
 _BUSY = 1 << 28  # bytes to write before that, once or more
 _BUSY_S = 5e-5  # seconds that this takes at least
-_MOST_BUSY = 40  # of these: a host that takes longer has waited for something else
-_GRANULE = 1 << 20  # workspaces grow in steps of this many bytes at least
+_MOST_BUSY = 40  # at most so many writes: a host that takes longer has waited for something else
+_GRANULE = 1 << 20  # bytes; workspaces grow in steps of at least this size
 
-_COPIES = 90  # compute capability of GPUs with a copy engine for tensors, and with kernels that wait by themselves
-_SMALL_FLOATS = 89  # compute capability of those that multiply floats of 8 bits
-_RARE = 50  # calls for each convolution of a graph, beyond which it is not worth the time to look at it
+# compute capability from which on GPUs have a copy engine for tensors, and kernels that wait for earlier ones
+_COPIES = 90
+_SMALL_FLOATS = 89  # compute capability from which on GPUs multiply 8-bit floats
+_RARE = 50  # calls for each convolution of a graph, beyond which its layout is not worth examining
 
 _Codes = tuple["Future[Code | CompileError]", ...]
 
@@ -81,12 +82,12 @@ class BlockTarget(Target):
 
 
 class CudaTarget(BlockTarget):
-    """`arch` and `driver` are those of the machine, unless a test says otherwise."""
+    """The CUDA target. `arch` and `driver` are those of the machine, unless a test says otherwise."""
 
     name = "cuda"
     times = True
-    # To start a kernel of ours takes the host some microseconds more than to start torch's: sizes from which on the
-    # kernels themselves take longer than that.
+    # A launch of our kernel takes the host some microseconds more than one of torch's: sizes from which on the kernels
+    # themselves take longer than that.
     wins: ClassVar[Mapping[str, int]] = {
         **dict.fromkeys(("cumulative", "max pooling", "average pooling", "adaptive pooling", "unpooling", "resizing",
                          "grid sampling", "volume sampling", "writes by row", "writes by element"), 1 << 18),
@@ -118,21 +119,21 @@ class CudaTarget(BlockTarget):
         return replace(CAPABILITIES, name=self.name, gpu_eager=True, inexact=libdevice.inexact(),
                        dtypes=CAPABILITIES.dtypes if arch >= _SMALL_FLOATS else CAPABILITIES.dtypes - FP8,
                        tf32=frozenset(kind for kind, is_rounded in rounded.items() if is_rounded),
-                       arena_most=1 << 20)  # torch's allocator keeps memory, and has small blocks up to there
+                       arena_most=1 << 20)  # torch's allocator caches memory, and has small blocks up to that size
 
     def identity(self) -> str:
         return f"{self.name} {self.arch(self.current_device())}"
 
     def arch(self, device: int) -> int:
-        """Compute capability times ten."""
+        """The compute capability times ten."""
         return self._arch or _capability(device)
 
     def processors(self, device: int) -> int:
         return BLOCKS.processors if self._arch else _processors(device)
 
     def channels_last(self, convolutions: Sequence[Convolution], calls: int) -> Mapping[Convolution, float]:
-        """All plain ones of images, or none: cuDNN multiplies in its fast units then, for which it reorders others
-        itself, and back."""
+        """Chooses channels-last for all plain image convolutions of a graph, or for none: cuDNN's fast units need that
+        order, and cuDNN would reorder other inputs itself, and back."""
         images = [c for c in convolutions if c.name == "conv2d"]
         few = self.capabilities().tuning.convolved_channels
         if calls > _RARE * len(images) or not all(multiplies_fast(c.dtype) and c.groups == 1 for c in images):
@@ -147,7 +148,7 @@ class CudaTarget(BlockTarget):
 
     @cached_property
     def current_stream(self) -> Callable[[int], int]:
-        """The address of a device's current stream."""
+        """Returns the address of a device's current stream."""
         stream: Callable[[int], int] = torch_cuda.current_raw_stream
         return stream
 
@@ -168,7 +169,7 @@ class CudaTarget(BlockTarget):
             codes[source.name] = kernels[source.name].start(device, True, source.usual, False)
 
         def made(name: str) -> Launch:
-            kernels[name].loaded(codes[name], device)  # what does not load is known now, not at the first call
+            kernels[name].loaded(codes[name], device)  # a kernel that does not load fails now, not at the first call
             return offered(kernels[name].source, kernels[name].launch())
 
         return Build(codes, made)
@@ -178,12 +179,12 @@ class CudaTarget(BlockTarget):
         return plan
 
     def codes(self, source: BlockSource, facts: Facts, device: int) -> _Codes:
-        """The machine code of every part, begun."""
+        """Starts to compile every part; returns the futures of their machine code."""
         arch = self.arch(device)
         return tuple(self._compiler.compile(source, part, facts, arch, arch >= _COPIES) for part in source.parts)
 
     def function(self, code: Code, device: int) -> int:
-        """Machine code loaded into a device, once."""
+        """Loads machine code into a device, once; returns the function."""
         key = (device, code.name, code.code)
         if key not in self._functions:
             try:
@@ -195,12 +196,12 @@ class CudaTarget(BlockTarget):
     # ---- memory and devices ----------------------------------------------------------------------------
 
     def allocator(self, device: torch.device) -> Allocator:
-        # On the current device, in half the time of torch.empty_strided, which parses keywords.
+        # Allocates on the current device, in half the time of torch.empty_strided, which parses keywords.
         allocate: Allocator = torch_memory.empty_strided_cuda
         return allocate
 
     def queue(self) -> Hashable | None:
-        # A graph that is being captured will run again, whenever it likes: nobody else may use its memory.
+        # A captured graph runs again at any time: no other kernel may use its memory.
         if torch_cuda.is_current_stream_capturing():
             return None
         device = self.current_device()
@@ -232,16 +233,18 @@ class CudaTarget(BlockTarget):
         return self._recorder
 
     def flags(self, device: int, stream: int) -> int:
-        """Words that the kernels of one stream, which run one after the other, find and leave as zeros."""
+        """Returns flag words for the kernels of one stream. These run one after the other, and each finds and leaves
+        zeros."""
         if (device, stream) not in self._flags:
             self._flags[device, stream] = torch.zeros(FLAGS, dtype=torch.int32, device=self.empty(
                 1, torch.device("cuda")).device)
         return self._flags[device, stream].data_ptr()
 
     def workspace(self, device: int, stream: int, nbytes: int) -> int:
-        """Memory for the kernels of one stream, which run one after the other.
+        """Returns memory for the kernels of one stream, which run one after the other.
 
-        What is outgrown is kept: a captured graph may still write there. It doubles, so that it is not outgrown often.
+        Outgrown memory is kept, since a captured graph may still write to it. The size doubles, so that it is not
+        outgrown often.
         """
         pieces = self._workspaces.setdefault((device, stream), [])
         if not pieces or pieces[-1].numel() < nbytes:
@@ -267,7 +270,7 @@ class CudaTarget(BlockTarget):
         begin = time.perf_counter()
         run()
         host = (time.perf_counter() - begin) * times
-        # Keeps the device busy while the host launches: else the events are around the host's work.
+        # Keeps the device busy while the host launches; otherwise the events would measure the host's work.
         memory = self.empty(_BUSY, torch.device("cuda"))
         for _ in range(1 + min(int(host / _BUSY_S), _MOST_BUSY)):
             memory.zero_()
@@ -281,7 +284,7 @@ class CudaTarget(BlockTarget):
     # ---- the launcher ----------------------------------------------------------------------------------
 
     def launcher(self) -> ModuleType:
-        """The extension, with the driver open; waits for its compiler at the first use after an install."""
+        """Returns the extension, with the driver open; waits for its compiler at the first use after an install."""
         with self._lock:
             if self._open is None:
                 assert self._extension is not None
@@ -299,7 +302,7 @@ class CudaTarget(BlockTarget):
     def _prepare_extension(self) -> None:
         with self._lock:
             if self._extension is None:
-                # Settings are read here: an override holds in the caller's thread only.
+                # Settings are read here, because an override holds only in the caller's thread.
                 disk = shared_cache(config.cache_dir, config.cache_limit_mb)
                 self._extension = Pool(1, "launcher").submit(_extension, config.compiler, disk)
 
@@ -309,7 +312,7 @@ def _extension(compiler: str, disk: DiskCache) -> ModuleType:
 
 
 class CudaKernel:
-    """One source and its variants, as the native launch asks for them."""
+    """A source and its variants, as the native launch asks for them."""
 
     def __init__(self, target: CudaTarget, source: BlockSource) -> None:
         self.target = target
@@ -317,12 +320,12 @@ class CudaKernel:
         self._launch: Launch | None = None
 
     def start(self, device: int, *facts: Any) -> _Codes:
-        """Begin to compile a variant."""
+        """Starts to compile a variant."""
         return self.target.codes(self.source, Facts(*facts), device)
 
     def make(self, device: int, *facts: Any) -> list[tuple[int, ...]]:
-        """(function, warps, shared bytes, scratch bytes, whether it waits by itself) of each part of a variant, then
-        for each of its tensor maps how many words follow, and those."""
+        """Returns (function, warps, shared bytes, scratch bytes, whether it waits for earlier kernels) of each part of
+        a variant, followed for each of its tensor maps by the number of its words and the words."""
         return self.loaded(self.start(device, *facts), device)
 
     def loaded(self, codes: _Codes, device: int) -> list[tuple[int, ...]]:
@@ -347,14 +350,15 @@ class CudaKernel:
 
 
 class _Memory:
-    """An address as torch takes one over."""
+    """An address in the form that torch accepts."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__cuda_array_interface__ = interface
 
 
 def shape_function(source: BlockSource, units: int = 1) -> Callable[..., tuple[int, ...]]:
-    """Of the sizes: the bytes of the workspace, whether they are wide, then each part's grid in three dimensions."""
+    """Returns a function of the sizes: the bytes of the workspace, whether indices are wide, then each part's grid in
+    three dimensions."""
     names = ", ".join(f"n{k}" for k in range(len(source.sizes)))
     grids = "".join(f"*grid({part.grid}), " for part in source.parts)
     scope: dict[str, Any] = {"grid": grid, "units": units}
@@ -364,8 +368,8 @@ def shape_function(source: BlockSource, units: int = 1) -> Callable[..., tuple[i
 
 
 def maps_function(source: BlockSource) -> Callable[..., tuple[int, ...]] | None:
-    """Of the sizes: for each part how many tensor maps it has, and of each pointer, first byte, rank, shape and steps
-    in bytes."""
+    """Returns a function of the sizes: for each part the number of its tensor maps, and for each of them pointer, first
+    byte, rank, shape and strides in bytes. None if there are no maps."""
     if not any(part.maps for part in source.parts):
         return None
     names = ", ".join(f"n{k}" for k in range(len(source.sizes)))
@@ -382,12 +386,12 @@ def maps_function(source: BlockSource) -> Callable[..., tuple[int, ...]] | None:
 
 
 def grid(x: int, y: int = 1, z: int = 1) -> tuple[int, int, int]:
-    """A grid in three dimensions."""
+    """Returns a grid in three dimensions."""
     return x, y, z
 
 
 def checks_data(source: BlockSource) -> bool:
-    """Whether some part writes to `bad`, and does not just take it."""
+    """Whether some part writes to `bad`, rather than only taking it as an argument."""
     return source.text.count("bad") > len(source.parts)
 
 

@@ -3,9 +3,9 @@
     compiler = TritonCompiler()
     code = compiler.compile(source, part, facts, arch=90).result()     # Code, or CompileError
 
-Machine code depends on what may be assumed of the arguments (`Facts`). Facts are checked at every call, so that the
-same source has several codes, each built when a call first asks for it. A process that finds its codes in the cache
-on disk neither starts a worker nor imports Triton.
+Machine code depends on assumptions about the arguments (`Facts`). Facts are checked at every call, so that the same
+source has several codes, each built when a call first needs it. A process that finds its codes in the cache on disk
+neither starts a worker nor imports Triton.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from .libdevice import toolkit_library
 
 WORKER = Path(__file__).with_name("triton_worker.py")
 SUFFIX = ".cubin"
-# a*b+c has two roundings, as in eager; where one is wanted, the kernel says fma. Numbers below the least normal one
-# are numbers.
+# a*b+c has two roundings, as in eager; where one is wanted, the kernel says fma. Denormals are not flushed to zero.
 OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 # Each worker takes some 100 MB; more of them do not make a graph's few dozen kernels faster.
 MOST_WORKERS = 16
@@ -50,8 +49,8 @@ MOST_WORKERS = 16
 
 @dataclass(frozen=True)
 class Facts:
-    """What machine code may assume: all pointers, and which of the sizes, are divisible by 16; and whether indices may
-    leave 32 bits."""
+    """The assumptions of machine code: whether all pointers, and which of the sizes, are divisible by 16, and whether
+    indices may need more than 32 bits."""
 
     aligned: bool = True
     sizes: int = 0  # a bit for each size
@@ -60,18 +59,18 @@ class Facts:
 
 @dataclass(frozen=True)
 class Code:
-    """Machine code of one function, and what a launch must know of it."""
+    """Machine code of one function, and the facts that a launch needs."""
 
     name: str
     warps: int
     shared: int  # bytes of shared memory
     scratch: int  # bytes of global memory for each program
     code: bytes
-    maps: tuple[tuple[int, ...], ...] = ()  # of each tensor map that it takes: `map_words`
+    maps: tuple[tuple[int, ...], ...] = ()  # `map_words` of each tensor map that it takes
 
 
 def divisible(source: BlockSource, facts: Facts) -> list[int]:
-    """Positions of the arguments that are divisible by 16."""
+    """The positions of arguments that are divisible by 16."""
     pointers, sizes = len(source.pointers), len(source.sizes)
     found = [k for k in range(pointers) if facts.aligned]
     found += [pointers + k for k in range(sizes) if facts.sizes >> k & 1]
@@ -79,7 +78,7 @@ def divisible(source: BlockSource, facts: Facts) -> list[int]:
 
 
 def signature(source: BlockSource, wide: bool) -> dict[str, str]:
-    """The arguments that all functions of a source have, with their types."""
+    """Returns the arguments that all functions of a source have, with their types."""
     out = {f"p{k}": kind for k, kind in enumerate(source.pointers)}
     out |= {f"n{k}": "i64" if wide else kind for k, kind in enumerate(source.sizes)}
     out |= {"work": "*i8"} if source.workspace else {}
@@ -87,27 +86,28 @@ def signature(source: BlockSource, wide: bool) -> dict[str, str]:
 
 
 def described(part: Part, facts: Facts) -> dict[str, int | None]:
-    """The part's tensor maps where the kernel makes them itself: 1 for those that the copy engine can read."""
+    """Returns the part's tensor maps as constants, for a kernel that describes them itself: 1 for those that the copy
+    engine can read, else None."""
     return {m.name: 1 if m.there(facts.aligned, facts.sizes) else None for m in part.maps}
 
 
 def map_words(number: int, found: Mapping[str, Any]) -> tuple[int, ...]:
-    """What a launch must know of a tensor map beside its shape: which of the part's it is; dtype and order of bytes in
-    shared memory, as the driver numbers them; and the block, which the compiler may have cut."""
+    """Returns what a launch must know of a tensor map in addition to its shape: its number within the part; dtype and
+    swizzle in shared memory, as the driver numbers them; and the block, which the compiler may have split."""
     # The numbers of dtypes inside descriptors are not those of the driver's interface.
     kind = {8: 10, 9: 8, 10: 9}.get(found["elem_type"], found["elem_type"])
     return number, kind, found["swizzle"], *found["block_size"]
 
 
 class TritonCompiler:
-    """Codes by key, as futures: there, or on their way."""
+    """Machine code by key, as futures: complete, or being compiled."""
 
     def __init__(self) -> None:
         self._start()
 
     def compile(self, source: BlockSource, part: Part, facts: Facts, arch: int, hosted: bool = False
                 ) -> Future[Code | CompileError]:
-        """Start to compile one function, unless that was done before. `hosted`: launches bring its tensor maps."""
+        """Starts to compile one function, unless that was done before. `hosted`: launches pass its tensor maps."""
         if self._pid != os.getpid():
             self._start()
         given = described(part, facts)
@@ -140,7 +140,7 @@ class TritonCompiler:
         return made
 
     def prepare(self) -> None:
-        """Start the workers, so that the first kernels need not wait for their imports."""
+        """Starts the workers, so that the first kernels need not wait for their imports."""
         if self._pid != os.getpid():
             self._start()
         if find_spec("triton") is not None:
@@ -148,7 +148,7 @@ class TritonCompiler:
                 self._workers().prepare()
 
     def _start(self) -> None:
-        """Empty tables: at first, and in a forked child, which lacks the threads that would fill them."""
+        """Resets the tables: initially, and in a forked child, which lacks the threads that would fill them."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._codes: dict[str, Future[Code | CompileError]] = {}
@@ -183,7 +183,7 @@ def packed(code: Code) -> bytes:
 
 
 def unpacked(data: bytes | None) -> Code | None:
-    """The code out of a cache entry; None if the entry is malformed."""
+    """Returns the code in a cache entry; None if the entry is malformed."""
     head, _, code = (data or b"").partition(b"\n")
     try:
         fields = json.loads(head)
@@ -207,7 +207,7 @@ class Worker(Child):
 class Workers:
     """Up to `count` worker processes. Each serves one request at a time; they start when they are needed.
 
-    A request that takes longer than `seconds` ends its worker.
+    A worker whose request takes longer than `seconds` is killed.
     """
 
     def __init__(self, count: int, seconds: int, disk: DiskCache) -> None:
@@ -222,14 +222,15 @@ class Workers:
             self._idle.put(self._new())
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What a worker answers. One that dies is replaced once: a second death is the text's fault."""
+        """Returns a worker's answer. If a worker dies, the request is tried once more: a second death is the text's
+        fault."""
         for _ in range(2):
             check()
             worker = self._take()
             line = None
             with suppress(BrokenPipeError):
                 line = self._answer(worker.process, request)
-            check()  # it was killed then
+            check()  # the exit of this process may have killed it
             if line:
                 self._idle.put(worker)
                 answer: dict[str, Any] = json.loads(line)
@@ -241,7 +242,7 @@ class Workers:
         return {"error": f"the compiler ended with code {worker.process.returncode}"}
 
     def _answer(self, worker: subprocess.Popen[str], request: dict[str, Any]) -> str | None:
-        """A line; nothing if there is none in time, None if the worker has ended."""
+        """Returns the line of an answer; empty if it did not come in time, None if the worker has ended."""
         assert worker.stdin is not None and worker.stdout is not None
         worker.stdin.write(json.dumps(request) + "\n")
         worker.stdin.flush()
@@ -262,8 +263,8 @@ class Workers:
             self._started += 1
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment["PYTHONPATH"] = python_path()
-        # In a session of its own: an interrupt from the keyboard is for this process. A worker ends when its pipe is
-        # closed, and in the middle of a request by an alarm: where this process is killed, nobody else ends it.
+        # In a session of its own: a keyboard interrupt is for this process. A worker ends when its pipe is closed, and
+        # during a request by an alarm: if this process is killed, nothing else ends the worker.
         folder = self.disk.folder()
         process = subprocess.Popen(
             [sys.executable, str(WORKER), str(LIBRARY), str(folder), str(self.seconds)], stdin=subprocess.PIPE,
@@ -278,7 +279,7 @@ class Workers:
 
 
 def python_path() -> str:
-    """Where this process finds its modules: Triton may come from a folder that only sys.path names."""
+    """Returns the folders of this process's modules: Triton may be in a folder that only sys.path names."""
     return os.pathsep.join(p for p in sys.path if p)
 
 
@@ -287,19 +288,19 @@ def python_path() -> str:
 
 @cache
 def identity() -> Sequence[str]:
-    """What decides, besides the text, which machine code comes out: versions, and the functions that texts call."""
+    """Returns what machine code depends on besides the text: versions, and the functions that texts call."""
     library = [p.read_text() for p in sorted(LIBRARY.glob("*.py"))]
     linked = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (toolkit_library(),) if path is not None]
     return (triton_version(), os.environ.get("TRITON_PTXAS_PATH", ""), *library, *linked)
 
 
 def library() -> str:
-    """The path of the toolkit's device library; empty: Triton links its own."""
+    """Returns the path of the toolkit's device library; empty if Triton links its own."""
     return str(toolkit_library() or "")
 
 
 def triton_version() -> str:
-    """Read from its file: to import Triton takes longer than to load a kernel."""
+    """Returns Triton's version, read from its file: importing Triton takes longer than loading a kernel."""
     spec = find_spec("triton")
     if spec is None or spec.origin is None:
         return ""

@@ -21,7 +21,7 @@ MODULES: dict[str, ModuleType] = {}
 
 
 def module_of(text: str, name: str) -> ModuleType:
-    """A text as a module. Triton asks for the source of its functions, and finds it where `linecache` has it."""
+    """Returns a text as a module. Triton asks for the source of its functions, and finds it through `linecache`."""
     path = f"<{name}>"
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     module = ModuleType(name)
@@ -31,7 +31,7 @@ def module_of(text: str, name: str) -> ModuleType:
 
 
 def compiled(request: dict[str, Any]) -> dict[str, Any]:
-    """The machine code of one function of a text, with what a launch must know of it."""
+    """Returns the machine code of one function of a text, with the facts that a launch needs."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -53,11 +53,12 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def round_as_nvcc() -> None:
-    """The device library asks how its functions shall round; Triton answers less precisely than nvcc does."""
+    """Makes device functions round as nvcc does: the library asks for the rounding mode, and Triton's answer is less
+    precise."""
     from triton._C.libtriton import nvidia
     from triton.backends.nvidia.compiler import CUDABackend, CUDAOptions
 
-    if "enable_reflect_ftz" not in CUDAOptions.__dataclass_fields__:  # before 3.7, numbers near zero always became zero
+    if "enable_reflect_ftz" not in CUDAOptions.__dataclass_fields__:  # before 3.7, denormals always became zero
         nvidia.set_nvvm_reflect_ftz = lambda module: None
     make_ptx = CUDABackend.make_ptx
 
@@ -68,13 +69,14 @@ def round_as_nvcc() -> None:
 
 
 def serve(requests: TextIO, answers: TextIO, seconds: int) -> None:
-    """Until the other side closes the pipe."""
+    """Answers requests until the other side closes the pipe."""
     for line in requests:
-        # The parent process does not wait longer, and may be gone. No handler: a compiler in native code runs none.
+        # The parent process does not wait longer, and may be gone. There is no handler, because none runs while native
+        # code compiles.
         signal.alarm(seconds + 1)
         try:
             answer = compiled(json.loads(line))
-        except Exception:  # of whatever kind: the text is at fault, and the parent process raises it
+        except Exception:  # of any kind: the text is at fault, and the parent process raises it
             answer = {"error": traceback.format_exc()}
         signal.alarm(0)
         answers.write(json.dumps(answer) + "\n")
@@ -82,12 +84,12 @@ def serve(requests: TextIO, answers: TextIO, seconds: int) -> None:
 
 
 def main() -> None:
-    # The script's own folder is no place to import from: its files are named like other people's modules.
+    # Do not import from the script's own folder: its files have the names of other modules.
     sys.path[0] = sys.argv[1]
-    # What compilers print must not get between the answers.
+    # Output of compilers must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # Triton's own cache would hold every kernel a second time, in all of its stages.
+    # Triton's own cache would store every kernel a second time, in all of its stages.
     folder, seconds = sys.argv[2:]
     os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_STORE_BINARY_ONLY": "1", "TRITON_DISABLE_LINE_INFO": "1",
                    "TMPDIR": folder}

@@ -1,6 +1,6 @@
 """Builds OpenCL programs in the background, several kernels in each, and stores their binaries on disk.
 
-A kernel's name is the hash of all that its binary depends on: text, library, device, driver and options.
+A kernel's name is the hash of everything that its binary depends on: text, library, device, driver and options.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def functions_of(kernel: Kernel) -> list[str]:
 
 
 class ClCompiler:
-    """The programs of one device by the keys of their kernels: there, or on their way.
+    """The programs of one device by the keys of their kernels: complete, or being built.
 
     `keep`: whether binaries are kept on disk. PoCL compiles a kernel in three forms for its binary, which takes longer
-    than all the rest, and has a cache of its own.
+    than everything else, and has a cache of its own.
     """
 
     def __init__(self, device: ClDevice, keep: bool = True) -> None:
@@ -57,12 +57,12 @@ class ClCompiler:
         self._programs: dict[str, Building] = {}
         self._waiting: list[tuple[Kernel, DiskCache]] = []
         self._loaded: dict[str, pyopencl.Program] = {}
-        # One thread: PoCL's compiler, the one that takes long, is locked as a whole.
+        # One thread: PoCL's compiler, the slowest one, holds a lock for its whole run.
         self._pool = Pool(1, "opencl")
-        self._began: float | None = None  # when the driver was called that has not come back yet
+        self._began: float | None = None  # when the driver call that has not returned yet began
 
     def start(self, sources: Sequence[RangeSource], disk: DiskCache) -> dict[str, tuple[Kernel, Building]]:
-        """Every source with the program that it is in."""
+        """Returns every source with the program that contains it."""
         out: dict[str, tuple[Kernel, Building]] = {}
         with self._lock:
             for source in sources:
@@ -81,8 +81,8 @@ class ClCompiler:
         return out
 
     def result(self, kernel: Kernel, made: Building, seconds: int) -> pyopencl.Program | CompileError:
-        """The program, or why there is none. A driver compiles in this process, where nothing can end it: if it takes
-        longer than that, nobody waits for it any more."""
+        """Returns the program, or the error why there is none. A driver compiles in this process, where it cannot be
+        killed: after so many seconds it is no longer waited for."""
         while True:
             try:
                 return made.result(timeout=min(1, seconds))
@@ -112,7 +112,8 @@ class ClCompiler:
         return self._loaded[unit]
 
     def _work(self) -> None:
-        """Compile all that waits by now, of whatever graphs: each program takes the time to read the library."""
+        """Compiles all kernels that are waiting, of all graphs together: each program takes the time to read the
+        library."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         unit = [kernel for kernel, _ in waiting]
@@ -156,12 +157,12 @@ class ClCompiler:
         import pyopencl
 
         def built(text: str, *more: str) -> pyopencl.Program:
-            # PyOpenCL's own cache on disk is told to stay out of the way.
+            # PyOpenCL's own cache on disk is disabled.
             return pyopencl.Program(self._device.context, text).build(
                 [*self._device.options, *more], cache_dir=False)  # type: ignore[arg-type]
 
         if self._device.is_cpu and self._device.is_pocl:
-            with suppress(pyopencl.Error):  # what calls other builtins is built as elsewhere
+            with suppress(pyopencl.Error):  # texts that call other builtins are built with the full header
                 return built(library("opencl_declared.h") + text, "-D_OPENCL_H_")
         return built(text)
 
@@ -183,5 +184,5 @@ def unit_text(kernels: Sequence[Kernel]) -> str:
 
 @cache
 def library(name: str) -> str:
-    """A header with all that it includes: drivers differ in where they look for files."""
+    """Returns a header with everything it includes: drivers differ in where they look for files."""
     return _INCLUDE.sub(lambda m: library(m.group(1)), _CPP.sub("", (LIBRARY / name).read_text()))

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     import pyopencl
 
 NAME = "opencl"
-LARGE_GROUP = 1024  # of a long row
-PIECES = 64  # that a reduction of few results is cut into on CPUs: the same on all of them, so that results are
+LARGE_GROUP = 1024  # work-items of a group for a long row
+PIECES = 64  # pieces of a reduction with few results on CPUs: the same on all of them, so that results are the same too
 
 
 class DeviceFacts:
-    """What kernels must know of a device: of one that is here, or of any of a kind (packages go to machines that nobody
-    knows). `threads`: whether its work-items are threads; a CPU's are, unless a test says otherwise."""
+    """The facts of a device that kernels depend on: of a present device, or of any device of a kind (packages go to
+    unknown machines). `threads`: whether its work-items are threads; on a CPU they are, unless a test says otherwise.
+    """
 
     name: str
     threads: bool
@@ -43,7 +44,7 @@ class DeviceFacts:
 
     @cached_property
     def dtypes(self) -> frozenset[DType]:
-        """Half precision is stored as bits and computed in float32: only doubles can be missing."""
+        """Supported dtypes. Half precision is stored as bits and computed in float32: only doubles can be missing."""
         return SUPPORTED if "cl_khr_fp64" in self.extensions else SUPPORTED - {torch.float64}
 
     @cached_property
@@ -62,7 +63,7 @@ class DeviceFacts:
 
     @cached_property
     def joins(self) -> frozenset[tuple[str, DType]]:
-        """What scatters can join: any value in a word that one compare-and-swap can replace."""
+        """The modes and dtypes that scatters can combine: values in a word that one compare-and-swap can replace."""
         swapped = [d for d in self.dtypes if d.itemsize <= 4]
         if "cl_khr_int64_base_atomics" in self.extensions:
             swapped += [d for d in self.dtypes if d.itemsize == 8]
@@ -75,7 +76,7 @@ class DeviceFacts:
 
 
 class AnyDevice(DeviceFacts):
-    """A device of a kind: a CPU, or a GPU with what those of all vendors have."""
+    """A generic device: a CPU, or a GPU with features that all vendors have."""
 
     def __init__(self, name: str, threads: bool) -> None:
         self.name, self.threads = f"any {name}", threads
@@ -84,7 +85,7 @@ class AnyDevice(DeviceFacts):
 
 
 class ClDevice(DeviceFacts):
-    """One device with a context and an in-order queue of its own, both made at the first use."""
+    """A device with a context and an in-order queue of its own, both made at the first use."""
 
     def __init__(self, index: int, device: Any, threads: bool | None = None) -> None:
         self.index = index
@@ -94,7 +95,8 @@ class ClDevice(DeviceFacts):
         self.units, self.largest_group = int(device.max_compute_units), int(device.max_work_group_size)
         self.local_bytes, self.extensions = int(device.local_mem_size), frozenset(device.extensions.split())
         self.lock = threading.RLock()
-        self.named = pocl.name_the_cpu(device.int_ptr) if self.is_pocl and self.is_cpu else ""  # what it compiles for
+        # the CPU that PoCL compiles for, if we named it
+        self.named = pocl.name_the_cpu(device.int_ptr) if self.is_pocl and self.is_cpu else ""
         self._pid = os.getpid()  # drivers start threads when they are asked for devices
 
     def __repr__(self) -> str:
@@ -113,7 +115,7 @@ class ClDevice(DeviceFacts):
         return pyopencl.CommandQueue(self.context)
 
     def check_process(self) -> None:
-        """A driver's threads do not follow into a forked child."""
+        """Raises UnsupportedError in a forked child, which lacks the driver's threads."""
         if self._pid != os.getpid():
             raise UnsupportedError("this process was forked after OpenCL was used", target=f"{NAME}, {self.name}",
                                    hint='start processes with multiprocessing\'s "spawn" or "forkserver" method')
@@ -132,7 +134,7 @@ class ClDevice(DeviceFacts):
 
     @cached_property
     def shares_host_memory(self) -> bool:
-        """Whether it works in any memory of the process as it is. GPUs that could still copy what is not aligned."""
+        """Whether it computes in any memory of the process in place. GPUs that could still copy unaligned memory."""
         return self.is_cpu and bool(self.device.host_unified_memory)
 
     @cached_property
@@ -157,8 +159,8 @@ class ClDevice(DeviceFacts):
 
 @cache
 def devices() -> tuple[ClDevice, ...]:
-    """Those of all platforms; UnsupportedError if there is none."""
-    hint = "pip install 'flambeau[opencl]' brings a device that runs on any CPU"
+    """Returns the devices of all platforms. Raises UnsupportedError if there is none."""
+    hint = "pip install 'flambeau[opencl]' brings a device that runs on any x86 CPU"
     try:
         import pyopencl
     except ImportError as error:
@@ -174,9 +176,9 @@ def devices() -> tuple[ClDevice, ...]:
 
 
 def host_device() -> ClDevice:
-    """The first device that works in the memory of the process, where CPU tensors are."""
+    """Returns the first device that works in the memory of the process, where CPU tensors are."""
     for device in devices():
         if device.shares_host_memory:
             return device
     raise UnsupportedError("no OpenCL device works in the memory of the process, where the tensors are", target=NAME,
-                           hint="pip install 'flambeau[opencl]' brings one that runs on any CPU")
+                           hint="pip install 'flambeau[opencl]' brings one that runs on any x86 CPU")

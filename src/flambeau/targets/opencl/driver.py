@@ -1,8 +1,8 @@
 """The driver of OpenCL devices for PyTorch: memory by address, queues as streams, markers as events.
 
-A stream is an in-order queue. What is enqueued on one runs behind the host; `read` and `write` wait unless they are
-told that the host's memory stays as it is until the event they return. Kernels are put into it by the native launcher
-(opencl_launcher.cpp); what they found wrong with their data is raised where somebody waits for them.
+A stream is an in-order queue. Its commands run asynchronously. `read` and `write` wait, unless they are told that the
+host's memory stays unchanged until the event they return. Kernels are enqueued by the native launcher
+(opencl_launcher.cpp); faults that they find in their data are raised where the host waits for them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .device import NAME, ClDevice, devices
 from .host import RECORD, WRITTEN, found
 from .memory import memory_at
 
-ALL = -1  # streams of a device; or, where a stream shall wait, the host
-# CPUs tell a load from a store before it by the last bits of their addresses: buffers that all begin at a page would
-# wait for one another. So each begins as much further into its page than the one before.
+ALL = -1  # all streams of a device; or, where a stream should wait, the host
+# CPUs tell a load from an earlier store by the last bits of their addresses: buffers that all begin at a page would
+# wait for one another. So each begins further into its page than the one before.
 PAGE, STAGGER = 4096, 1152
 
 
 class ClStream:
-    """A queue, and the last command that was put into it."""
+    """A queue, and the last command that was enqueued on it."""
 
     def __init__(self, device: ClDevice) -> None:
         self.device = device
@@ -45,30 +45,30 @@ class ClStream:
 
 
 class ClDriver:
-    """What device/core.py asks of a driver, and copies to and from memory of the host."""
+    """The driver interface of device/core.py, and copies to and from host memory."""
 
     def __init__(self, found: Sequence[ClDevice] | None = None) -> None:
         self.found = tuple(devices() if found is None else found)
         self.devices = len(self.found)
         self.accelerates = not all(device.is_cpu for device in self.found)
         self._lock = threading.Lock()
-        self._buffers: dict[int, tuple[pyopencl.Buffer, int]] = {}  # by address; from which byte on
+        self._buffers: dict[int, tuple[pyopencl.Buffer, int]] = {}  # by address; with the first byte used
         self._begin = 0
         self._used = [0] * self.devices
         self._streams: dict[tuple[int, int], ClStream] = {}
         self._events: dict[int, tuple[int, int, pyopencl.Event]] = {}  # device, stream
         self._faults: dict[int, pyopencl.Buffer] = {}  # a record for each device
-        self._reporting: list[RangeSource] = []  # the kernels that check their data, by the numbers they report
+        self._reporting: list[RangeSource] = []  # kernels that check their data, by the numbers they report
 
     @cached_property
     def launcher(self) -> ModuleType:
-        """The extension that launches kernels, and knows where the memory lies."""
+        """The extension that launches kernels, and knows where device memory is."""
         module = _extension()
         module.open(pyopencl._cl.__file__, self.stream)
         return module
 
     def follow(self, current_stream: int) -> None:
-        """Kernels go to the stream that this C function names for a device."""
+        """Makes kernels go to the stream that this C function names for a device."""
         self.launcher.follow(current_stream)
 
     # ---- memory ----------------------------------------------------------------------------------------
@@ -78,8 +78,8 @@ class ClDriver:
         most, total = int(on.device.max_mem_alloc_size), int(on.device.global_mem_size)
         if nbytes > most:
             raise MemoryError(f"The device takes at most {most} bytes at once")
-        # Drivers take memory at its first use, when nothing can be done any more if there is none: so it is counted,
-        # and asked for now.
+        # Drivers reserve memory at its first use, when it is too late to handle an error: so it is counted, and
+        # requested now.
         if self._used[device] + nbytes > total:
             raise MemoryError(f"The device has {total} bytes")
         begin, flags = 0, int(pyopencl.mem_flags.READ_WRITE)
@@ -110,7 +110,7 @@ class ClDriver:
         return total - self._used[device], total
 
     def find(self, address: int) -> tuple[pyopencl.Buffer, int]:
-        """The buffer that an address lies in, and how many bytes from its start."""
+        """Returns the buffer that contains an address, and the offset in bytes from its start."""
         if (start := self.launcher.start_of(address)) is None:
             raise Error(f"{address:#x} is not in memory of a device", target=NAME)
         buffer, begin = self._buffers[start]
@@ -157,16 +157,16 @@ class ClDriver:
         return there
 
     def _settle(self, device: int, stream: int, done: bool = True) -> None:
-        """The host has waited for a queue, to its end if `done`: raise, once, what kernels of the device have found.
-        Other queues count as well: what was waited for may have waited for them."""
+        """Raises, once, the faults that kernels of the device have found, after the host has waited for a queue, to its
+        end if `done`. Kernels of other queues count as well: the queue may have waited for them."""
         if not self.launcher.take_checked(device, stream if done else ALL):
             return
-        # A queue that is at its end is the quickest; else one on which nothing has to be waited for.
+        # A queue that is at its end answers fastest; otherwise one on which nothing has to be waited for.
         queue = self._streams[device, stream].queue if done else self.found[device].queue
         record = zeros(RECORD, "int32")
         with self._lock:
             pyopencl.enqueue_copy(queue, record, self._faults[device])
-            if record[0] != WRITTEN:  # nothing, or another queue's, which is not at its end
+            if record[0] != WRITTEN:  # nothing, or the report of another queue, which is not at its end
                 return
             pyopencl.enqueue_copy(queue, self._faults[device], zeros(RECORD, "int32"))
         number, code, size = found(record)
@@ -176,7 +176,7 @@ class ClDriver:
         raise error
 
     def number_of(self, source: RangeSource) -> int:
-        """Under which it reports what it finds wrong with its data."""
+        """Returns the number under which it reports faults in its data."""
         with self._lock:
             self._reporting.append(source)
             return len(self._reporting) - 1
@@ -202,7 +202,7 @@ class ClDriver:
     def record(self, device: int, stream: int, event: int) -> None:
         there = self.stream(device, stream)
         there.last = pyopencl.enqueue_marker(there.queue)
-        there.queue.flush()  # nobody else may wait for what is not on its way
+        there.queue.flush()  # flushed, because nobody else may wait for an event that is not submitted
         self._events[event] = device, stream, there.last
 
     def query(self, event: int) -> bool:

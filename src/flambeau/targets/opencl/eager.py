@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class ClDeviceTarget(OpenClTarget):
-    """The machines of a driver: the current device is PyTorch's."""
+    """The target for the driver's devices: its current device is PyTorch's."""
 
     name = "flambeau"
     opaque = True
 
     @cached_property
     def _driver(self) -> ClDriver:
-        devices()  # says what to install where PyOpenCL is missing
+        devices()  # says what to install if PyOpenCL is missing
         from .driver import ClDriver
 
         return ClDriver()

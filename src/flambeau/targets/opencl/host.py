@@ -17,11 +17,11 @@ from .compile import Kernel, functions_of
 from .device import NAME, ClDevice
 from .memory import HostMemory, Span, addresses
 
-RECORD, WRITTEN = 6, 2  # words of a report, and what the first of them is when the others are there
+RECORD, WRITTEN = 6, 2  # words of a report, and the value of the first word when the others are written
 
 
 class ClLaunch:
-    """A kernel of one device: its functions, in the order of their launches."""
+    """A kernel of one device: its functions, in launch order."""
 
     def __init__(self, device: ClDevice, kernel: Kernel, program: pyopencl.Program) -> None:
         self.name = kernel.shown
@@ -59,7 +59,7 @@ class ClLaunch:
 
 
 class ClPlan:
-    """Launches in a row on one device's queue."""
+    """A sequence of launches on one device's queue."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps: list[tuple[ClLaunch, tuple[tuple[int, int], ...], tuple[int, ...]]] = []
@@ -71,7 +71,7 @@ class ClPlan:
 
     @cached_property
     def _faults(self) -> pyopencl.Buffer:
-        """A record for each of the steps."""
+        """A fault record for each of the steps."""
         flags = pyopencl.mem_flags
         return pyopencl.Buffer(self._device.context, flags.READ_WRITE | flags.COPY_HOST_PTR,
                                hostbuf=numpy.zeros((len(self._steps), RECORD), numpy.int32))
@@ -85,7 +85,7 @@ class ClPlan:
             with self._device.lock, self._memory.window(spans) as find:
                 for at, ((launch, _, which), there) in enumerate(zip(self._steps, placed, strict=True)):
                     launch.enqueue([find(a) for a in there], [sizes[slot] for slot in which], self._faults, at)
-                    # Nothing after it may run: a later step may update what the caller will still use.
+                    # No later step may run: it may update what the caller will still use.
                     if launch.source.checks and (code := self._reported(at)):
                         return at, code
                 return None
@@ -93,7 +93,7 @@ class ClPlan:
             raise Error(f"a launch failed: {error}", target=f"{NAME}, {self._device.name}") from error
 
     def _reported(self, at: int) -> int:
-        """What a step found wrong; waits for it."""
+        """Returns the fault code of a step; waits for it."""
         record = numpy.zeros(RECORD, numpy.int32)
         place = at * record.nbytes
         pyopencl.enqueue_copy(self._device.queue, record, self._faults, src_offset=place)
@@ -104,5 +104,5 @@ class ClPlan:
 
 
 def found(record: numpy.ndarray[Any, Any]) -> tuple[int, int, int]:
-    """What `fl_report` wrote: the number of the kernel, the fault, the size that was exceeded."""
+    """Decodes a record written by `fl_report`: the number of the kernel, the fault, the size that was exceeded."""
     return int(record[1]), *(int(x) for x in record[2:RECORD].view(numpy.int64))  # type: ignore[return-value]

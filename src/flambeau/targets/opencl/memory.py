@@ -1,7 +1,7 @@
 """Finds the buffer and offset of an address: kernels take buffers, programs have addresses.
 
-`HostMemory`, for tensors on the CPU, opens a window on what a plan is about to touch, and makes buffers of the tensors'
-own memory while it is open. (Device memory is known to the native launcher, opencl_launcher.cpp.)
+`HostMemory`, for tensors on the CPU, opens a window on the memory that a plan is about to access, and makes buffers of
+the tensors' own memory while it is open. (The native launcher, opencl_launcher.cpp, knows device memory.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALIGNMENT = 128  # bytes: the largest element of OpenCL C, a long16
 
 @dataclass(frozen=True)
 class Span:
-    """What a kernel touches from an address on: so many bytes, as far as that is known."""
+    """The memory that a kernel accesses from an address on, as far as its size is known."""
 
     address: int
     nbytes: int
@@ -34,9 +34,9 @@ Find: TypeAlias = Callable[[int], tuple[pyopencl.Buffer | None, int]]  # the buf
 
 
 class HostMemory:
-    """The memory of the process, on a device that works in it as it is: nothing is copied.
+    """The memory of the process, on a device that works in it in place: nothing is copied.
 
-    Spans may therefore be shorter than what is touched, where only the run decides how much that is.
+    Spans may therefore be shorter than the accessed memory, where only the run decides how much that is.
     """
 
     def __init__(self, device: ClDevice) -> None:
@@ -44,7 +44,7 @@ class HostMemory:
 
     @contextmanager
     def window(self, spans: Iterable[Span]) -> Iterator[Find]:
-        """Inside, addresses of the spans can be found; afterwards, the process sees what was written."""
+        """Makes addresses of the spans findable within this block; afterwards, the process sees what was written."""
         device = self._device
         most = int(device.device.max_mem_alloc_size)
         flags = pyopencl.mem_flags.USE_HOST_PTR | pyopencl.mem_flags.READ_WRITE
@@ -60,7 +60,8 @@ class HostMemory:
 
         try:
             yield find
-            # A mapped buffer's memory is what the kernels made of it. Nobody waits but once, for all that was enqueued.
+            # Mapping a buffer makes the kernels' results visible in its memory. There is only one wait, for all
+            # commands.
             mapped = [pyopencl.enqueue_map_buffer(device.queue, buffer, pyopencl.map_flags.READ, 0, (r.nbytes,),
                                                   dtype("uint8"), is_blocking=False)[0]
                       for r, buffer in zip(regions, buffers, strict=True) if r.written]
@@ -76,7 +77,7 @@ class HostMemory:
 
 
 def merged(spans: Iterable[Span], most: int) -> list[Span]:
-    """Regions that do not overlap, in order, aligned, none longer than `most`."""
+    """Returns regions that do not overlap, in order, aligned, none longer than `most`."""
     out: list[Span] = []
     for s in sorted((s for s in spans if s.address), key=lambda s: s.address):
         start, end, written = s.address // ALIGNMENT * ALIGNMENT, s.address + max(s.nbytes, 1), s.written
@@ -92,5 +93,5 @@ def memory_at(address: int, nbytes: int) -> Any:
 
 
 def addresses(pointers: Sequence[int], where: Sequence[tuple[int, int]]) -> list[int]:
-    """A kernel's pointers out of the table; an offset from nothing is nothing."""
+    """Returns a kernel's pointers from the table; an offset from a null pointer stays null."""
     return [pointers[slot] + offset if pointers[slot] else 0 for slot, offset in where]

@@ -1,4 +1,4 @@
-"""PoCL, the OpenCL driver for CPUs that comes from the package index: what it must be told.
+"""Settings for PoCL, the OpenCL driver for CPUs that comes from the package index.
 
     with a_core_for_each_thread():
         found = platform.get_devices()
@@ -19,17 +19,18 @@ PLATFORM = "Portable Computing Language"
 _PINNED = "POCL_AFFINITY"
 _FEWER = ("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT")  # threads than cores
 _UNKNOWN = b"generic\0"
-_NAMES = {"avx512vl": b"skylake-avx512", "avx2": b"haswell"}  # by feature; else x86-64: what PoCL's libraries are for
-_RECORD = 4096  # bytes of a device's record that are looked at; it is shorter
-_given: list[ctypes.Array[ctypes.c_char]] = []  # names that drivers hold
+# by feature, else x86-64: the names that PoCL's libraries exist for
+_NAMES = {"avx512vl": b"skylake-avx512", "avx2": b"haswell"}
+_RECORD = 4096  # bytes of a device's record that are searched; it is shorter
+_given: list[ctypes.Array[ctypes.c_char]] = []  # names that drivers hold pointers to
 
 
 @contextmanager
 def a_core_for_each_thread() -> Iterator[None]:
-    """PoCL's threads, as many as there are cores, are told to keep to one each.
+    """Pins PoCL's threads, as many as there are cores, to one core each.
 
-    They sleep whenever a kernel ends, and a system that wakes them side by side on one core never lets them work at the
-    same time. Not where the process has some of the cores only: PoCL would not know which.
+    They sleep whenever a kernel ends, and a system that wakes two of them on the same core never lets them work at the
+    same time. Not done if the process has only some of the cores: PoCL would not know which.
     """
     whole = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count()
     if not whole or any(name in os.environ for name in (_PINNED, *_FEWER)):
@@ -48,12 +49,12 @@ def _features() -> set[str]:
 
 
 def name_the_cpu(record: int) -> str:
-    """Give a device a CPU to compile for, if PoCL found none. Returns its name, or nothing.
+    """Gives a device a CPU to compile for, if PoCL found none. Returns its name, or nothing.
 
     The compiler inside PoCL has no name for x86 CPUs that are younger than itself. It says `generic`, which it then
-    refuses ("unknown target CPU 'generic'", pocl/pocl#1049), and no option of a build names another one. The name is
-    a pointer in the device's record; memory is read through the system, which answers where there is none. Processes
-    without torch use this too.
+    refuses ("unknown target CPU 'generic'", pocl/pocl#1049), and no build option names another one. The name is a
+    pointer in the device's record. Memory is read through the system, which reports an error for unmapped addresses.
+    Processes without torch use this too.
     """
     if platform.machine() != "x86_64" or not os.path.exists("/proc/self/mem"):
         return ""

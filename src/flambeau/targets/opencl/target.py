@@ -1,7 +1,7 @@
 """The OpenCL target: kernels in OpenCL C, built by the device's driver, launched through PyOpenCL.
 
-Tensors on the CPU are computed where they are, by a device that works in the memory of the process: a plan waits for
-its kernels, and reports what they found wrong with their data at once.
+Tensors on the CPU are computed in place, by a device that works in the memory of the process: a plan waits for its
+kernels, and reports faults in their data immediately.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OpenClTarget(Target):
         return _device_side()
 
     def capabilities(self) -> Capabilities:
-        return replace(self.device.capabilities(), inexact=INEXACT)  # beside eager's kernels for CPUs
+        return replace(self.device.capabilities(), inexact=INEXACT)  # compared with eager's kernels for CPUs
 
     def identity(self) -> str:
         return f"{self.name} {self.device.identity}"

@@ -1,10 +1,11 @@
-"""Attention in Triton: a program has a block of rows, blocks of columns go past, and scores stay in registers.
+"""Attention in Triton: a program owns a block of rows, loops over blocks of columns, and keeps scores in registers.
 
 The sum of a row is kept relative to its largest score so far (an online softmax, to the base of two), so that every
 score is computed once. Score and mask are expressions, written over the tile of a block. There are two kinds of blocks
-of columns, with a loop each: whole ones, in which the mask holds everywhere and is not computed, and others. Which is
-which follows from where the mask begins and ends (`Limit`), or from lists in memory: the caller's, or our own
-(`attention_lists.py`). Blocks in which the mask holds nowhere are skipped."""
+of columns, with a loop each: whole blocks, in which the mask holds everywhere and is not computed, and the others. The
+kind of a block follows from where the mask begins and ends (`Limit`), or from lists in memory: the caller's, or our own
+(`attention_lists.py`). Blocks in which the mask holds nowhere are skipped.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ from flambeau.ir.tuning import UNSCALED, AttentionTile, Scale, attention_tile
 from ..blocks import NARROWED, BlockWriter, PartDraft, count_text, power, width_of
 from ..dialect import ROUGH, TRITON
 
-LEAST = 16  # elements of a side that tensor cores take
+LEAST = 16  # the smallest side of a tile that tensor cores accept
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a head that are one side of a tile: a power of two, of which the last ones may not be there."""
+    """A range of a head's elements that is one side of a tile: its length is a power of two, and `masked` says that the
+    last elements may lie beyond the head."""
 
     start: int
     length: int
@@ -37,10 +39,11 @@ class Piece:
 
 
 def pieces(size: Index, about: int, divided: bool) -> list[Piece]:
-    """A head in one piece; or, if it may be divided, in two where that leaves fewer elements idle.
+    """Splits a head into tile sides: one piece, or two if `divided` allows it and fewer elements are padding then.
 
-    Only what is summed over may be: on Hopper, Triton 3.6 gives wrong sums where one factor in registers is multiplied
-    into two accumulators outside of a pipelined loop."""
+    Only a dimension that is summed over may be split: on Hopper, Triton 3.6 gives wrong sums where one factor in
+    registers is multiplied into two accumulators outside of a pipelined loop.
+    """
     n = size.const if size.is_const else about
     whole = max(LEAST, power(n))
     first = whole // 2
@@ -52,7 +55,8 @@ def pieces(size: Index, about: int, divided: bool) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Side:
-    """Of a tile: a variable, the text of its first value, how many it has, and what is beyond is masked."""
+    """One side of a tile: its variable, the text of its first value, its length, and whether points beyond its end are
+    masked."""
 
     var: Sym
     start: str
@@ -62,17 +66,18 @@ class Side:
 
 @dataclass(frozen=True)
 class Walk:
-    """A loop over blocks of the other side: its header, and lines that say where a block begins (`at`)."""
+    """A loop over blocks of the other side: its header, and the lines that compute where a block begins (`at`)."""
 
     header: str
     found: Sequence[str] | Callable[[], None] = ()
-    ends: bool = False  # a block may go beyond the last element
-    asks: bool = False  # the mask is computed
+    ends: bool = False  # the last block may reach beyond the last element
+    asks: bool = False  # the mask has to be computed in these blocks
     vars: tuple[Sym, ...] = ()
 
 
 class AttentionBlocks(BlockWriter):
-    """What all roles share. `own`: the side of which a program has one block, `other` the one that goes past."""
+    """The base of all attention kernels. A program owns one block of the side `own` and loops over blocks of the side
+    `other`."""
 
     def __init__(self, k: AttentionKernel, scale: Scale = UNSCALED, part: int = 0) -> None:
         n = k.node
@@ -95,8 +100,8 @@ class AttentionBlocks(BlockWriter):
     # ---- the program -----------------------------------------------------------------------------------
 
     def open(self, *batch: Sym) -> str:
-        """Which block a program has, and for which point of the batch; the grid. Programs that read the same scores'
-        biases come one after the other."""
+        """Writes which block a program owns and for which point of the batch; returns the grid. Programs that read the
+        same biases of scores are neighbours."""
         across = [e.symbols() for e in loads(self.n.score) if {self.n.row, self.n.column} <= e.symbols()]
         batch = tuple(v for v in batch if v.size is not ONE)
         alike = tuple(v for v in batch if across and not any(v in found for found in across))
@@ -105,7 +110,7 @@ class AttentionBlocks(BlockWriter):
         self.line(f"pid = tl.program_id(0){self.widened()}")
         self.decompose(f"(pid % {inside})", alike)
         at = f"pid // {inside} % {count}"
-        if self.by_rows and any(x.step for x in self.k.below):  # those with the most columns first
+        if self.by_rows and any(x.step for x in self.k.below):  # rows with the most columns first
             at = f"{count} - 1 - {at}"
         self.line(f"block = {at}")
         self.decompose(f"(pid // ({inside} * {count}))", outside)
@@ -122,7 +127,7 @@ class AttentionBlocks(BlockWriter):
             super().decompose(flat, vars)
 
     def side(self, v: Sym, start: str, axis: int, length: int, masked: bool = True) -> None:
-        """A variable along an axis of the tile of scores."""
+        """Defines a variable along an axis of the tile of scores, and its mask."""
         self.axes[v] = axis
         self.blocks = [self.length, self.step]
         self.line(f"{self.sym(v)} = {start} + {self.arange(axis)}")
@@ -133,7 +138,7 @@ class AttentionBlocks(BlockWriter):
 
     @contextmanager
     def tile(self, *sides: Side) -> Iterator[dict[Sym, Index]]:
-        """A tile of its own, whose sides have variables of their own: what they stand for."""
+        """Opens a tile whose sides have fresh variables; yields the mapping from the original variables to these."""
         blocks, masks = self.blocks, self.masks
         self.blocks, self.masks = [s.length for s in sides], {}
         mapping: dict[Sym, Index] = {}
@@ -151,16 +156,18 @@ class AttentionBlocks(BlockWriter):
         self.blocks, self.masks = blocks, masks
 
     def factor(self, e: Expr, long: Side, head: Sym, parts: Sequence[Piece]) -> list[str]:
-        """What is read, one tile for each piece of a head."""
+        """Loads or computes a factor; returns the names of its tiles, one for each piece of the head."""
         names = []
         for p in parts:
             with self.tile(long, Side(head, str(p.start), p.length, p.masked)) as mapping:
                 read = e.subs(mapping)
                 plain = read.op == "load" and not read.args
                 text = self.load(read.attr[0], read.attr[1][0], (), "0") if plain else self.value(read)
-                alike = self.full() - self.axes_of(read)  # along these sides, as what is expanded, or of size one
+                # axes that the value does not vary along (expanded, or of size one)
+                alike = self.full() - self.axes_of(read)
                 text = self.spread(text, self.full()) if alike else text
-                holds = self.inside(alike if plain else self.full())  # a load has zeros beyond the sides that it reads
+                # a load already gives zeros beyond the sides that it reads
+                holds = self.inside(alike if plain else self.full())
                 text = f"tl.where({holds}, {text}, 0)" if holds else text
                 names.append(self.fresh("x"))
                 self.line(f"{names[-1]} = {text}")
@@ -168,15 +175,15 @@ class AttentionBlocks(BlockWriter):
 
     def written(self, name: str, address: Index, texts: Sequence[str], long: Side, head: Sym, parts: Sequence[Piece]
                 ) -> None:
-        """The same for what is written."""
+        """Stores tiles, one for each piece of a head: the counterpart of `factor`."""
         for p, text in zip(parts, texts, strict=True):
             with self.tile(long, Side(head, str(p.start), p.length, p.masked)) as mapping:
                 kind = self.d.types[self.dtypes[name]]
                 self.store(name, address.subs(mapping), f"tl.cast({text}, {kind})", self.full())
 
     def dot(self, a: Sequence[str], b: Sequence[str], into: str = "") -> str:
-        """The sum of the products of pieces. One in float32 is three of tensor cores, as it is in libraries'
-        kernels."""
+        """Writes the sum of products over pieces; returns its name. A product in float32 takes three tensor core
+        products (tf32x3), as in the kernels of libraries."""
         how = f', input_precision="{"tf32" if self.n.tf32 else "tf32x3"}"' if self.kind is torch.float32 else ""
         for x, y in zip(a, b, strict=True):
             name = self.fresh("dot")
@@ -189,10 +196,10 @@ class AttentionBlocks(BlockWriter):
         self.line(f"{name} = tl.full([{', '.join(map(str, shape))}], {value}, {self.d.types[self.n.dtype]})")
         return name
 
-    # ---- which blocks go past --------------------------------------------------------------------------
+    # ---- which blocks are visited ----------------------------------------------------------------------
 
     def walks(self) -> list[Walk]:
-        """Whole blocks first."""
+        """Returns the loops over the other side's blocks: whole blocks first, then those that compute the mask."""
         lists, ends = self.n.lists, not divides(self.step, self.other.size)
         if lists is not None:
             part, whole = (lists.part, lists.whole) if self.by_rows else (lists.part_by_column, lists.whole_by_column)
@@ -208,7 +215,7 @@ class AttentionBlocks(BlockWriter):
         self.spans()
         if self.k.rest is not None:
             return [Walk(self.range("lo", "hi"), ends=ends, asks=True)]
-        # Blocks in which the mask is computed may lie on both sides of the whole ones.
+        # The blocks in which the mask is computed may lie on both sides of the whole ones.
         found = "at = tl.where(step < whole_lo - lo, lo + step, whole_hi + step - (whole_lo - lo))"
         return [Walk(self.range("whole_lo", "whole_hi")),
                 Walk(self.range("0", "whole_lo - lo + hi - whole_hi", "step"), (found,), ends, True)]
@@ -217,13 +224,14 @@ class AttentionBlocks(BlockWriter):
         return f"for {name} in range({first}, {last}, {self.step}):"
 
     def spans(self) -> None:
-        """Blocks go past from lo to hi, and from whole_lo to whole_hi the mask holds: all are multiples of a block."""
+        """Writes the range of blocks to visit (lo to hi), and within it the range where the mask holds everywhere
+        (whole_lo to whole_hi). All four are multiples of a block."""
         size, step = self.index(self.other.size), self.step
         self.line(f"last = first + {self.length - 1}")
-        start = "first * 0"  # of the type of indices
+        start = "first * 0"  # zero, in the type of indices
         lo, hi, whole_lo, whole_hi = [start], [f"{start} + {size}"], [start], [f"{start} + {size}"]
-        gone: list[str] = []  # what makes all blocks go away
-        asked: list[str] = []  # what makes all of them ask for the mask
+        gone: list[str] = []  # conditions under which no block is visited
+        asked: list[str] = []  # conditions under which every block computes the mask
         for x, least, most, whole_least, whole_most in [
                 *((x, lo, hi, whole_lo, whole_hi) for x in self.k.below),
                 *((x, hi, lo, whole_hi, whole_lo) for x in self.k.since)]:
@@ -250,7 +258,7 @@ class AttentionBlocks(BlockWriter):
             self.line(f"whole_hi = tl.where({holds}, whole_lo, whole_hi)")
 
     def listed(self, x: Listed, asks: bool) -> Walk:
-        """Blocks that the caller lists, each of which may be several of ours."""
+        """Returns the loop over blocks that the caller lists. One block of the caller may be several of ours."""
         lists = self.n.lists
         assert lists is not None
         own, other = (lists.high, lists.wide) if self.by_rows else (lists.wide, lists.high)
@@ -267,25 +275,27 @@ class AttentionBlocks(BlockWriter):
 
     @property
     def has_lists(self) -> bool:
-        """Whether a launch before this one lists the blocks of this program: where it may leave some out."""
+        """Whether an earlier launch lists the blocks for this kernel, which pays where the mask may leave some out."""
         k, t = self.k, self.t
         some = any(k.about(v.size, t.listed * side) >= t.listed * side
                    for v, side in ((self.own, self.length), (self.other, self.step)))
         return k.rest is not None and self.n.lists is None and some
 
     def list_vars(self) -> tuple[Sym, ...]:
-        """The points of the batch that have lists of their own."""
+        """The variables of the batch for whose points there are separate lists: those that the mask depends on."""
         known = frozenset[Sym]().union(*(x.offset.symbols() for x in (*self.k.below, *self.k.since)))
         known |= self.k.rest.symbols() if self.k.rest is not None else frozenset()
         return tuple(v for v in (*self.n.batch, self.n.group) if v in known)
 
     def list_sizes(self, text: Callable[[Index], str]) -> tuple[str, str, str]:
-        """How many lists there are for each point, of how many entries at most, and how many lists in all."""
+        """Returns the number of lists for each point of the batch, the most entries of a list, and the number of all
+        lists."""
         own, other = count_text(self.own.size, self.length, text), count_text(self.other.size, self.step, text)
         return own, other, f"{text(volume(self.list_vars()))} * {own}"
 
     def own_lists(self) -> list[Walk]:
-        """A list has two numbers, blocks with a mask from its start on, and whole ones from its end on."""
+        """Returns the loops over our own lists. A list begins with two counts; blocks with a mask follow from its start
+        on, whole blocks are stored backwards from its end."""
         own, other, _ = self.list_sizes(self.index)
         at = self.fresh("list")
         self.line(f"{at} = work.to(tl.pointer_type(tl.int32)) + "
@@ -298,7 +308,7 @@ class AttentionBlocks(BlockWriter):
 
     @contextmanager
     def walk(self, w: Walk) -> Iterator[Side]:
-        """The loop; inside, a block of the other side, as the side of a tile."""
+        """Opens the loop; yields the current block of the other side as a side of a tile."""
         with self.scope(w.header, (self.other, *w.vars), footer=""):
             if callable(w.found):
                 w.found()
@@ -311,19 +321,19 @@ class AttentionBlocks(BlockWriter):
     # ---- scores ----------------------------------------------------------------------------------------
 
     def scored(self, product: str) -> None:
-        """From here on, expressions see the product of this block."""
+        """Makes expressions that follow see the product of this block."""
         self.scopes[-1].known[self.n.product] = product
         self.loop_axes = self.full()
 
     def linear(self) -> str | None:
-        """The factor by which scores are products, if they are nothing else and it is positive."""
+        """Returns the factor if the score is only the product times a positive constant; None otherwise."""
         e = self.n.score
         if e.op == "mul" and e.args[0] is self.n.product and e.args[1].op == "const" and e.args[1].attr > 0:
             return self.value(e.args[1])
         return None
 
     def conditions(self, w: Walk) -> str:
-        """What must hold at the points of a block; empty if it does everywhere."""
+        """Returns the condition under which points of a block count; empty if all of them do."""
         holds = [self.masks[1]] if 1 in self.masks else []
         if w.asks:
             row, column = self.sym(self.n.row), self.sym(self.n.column)
@@ -337,7 +347,7 @@ class AttentionBlocks(BlockWriter):
 
 
 class OutBlocks(AttentionBlocks):
-    """The result, and the logarithms of the rows' sums."""
+    """The forward kernel: the result, and the logarithms of the rows' sums."""
 
     def render(self) -> PartDraft:
         n, t = self.n, self.t
@@ -365,7 +375,7 @@ class OutBlocks(AttentionBlocks):
             hidden = 'float("-inf")'
             self.line(f"{x} = {f'tl.where({holds}, {score}, {hidden})' if holds else score}")
             self.line(f"higher = tl.maximum(top, tl.max({x}, 1))")
-            self.line('base = tl.where(higher == float("-inf"), 0, higher)')  # of rows that are hidden so far
+            self.line('base = tl.where(higher == float("-inf"), 0, higher)')  # for rows that are hidden so far
             self.line(f"p = tl.exp2({x} - base[:, None])")
             self.line("fade = tl.exp2(top - base)")
         else:
@@ -395,7 +405,7 @@ class OutBlocks(AttentionBlocks):
 
 
 def within(t: AttentionTile, high: int, wide: int) -> AttentionTile:
-    """A tile whose sides divide those of blocks that are given."""
+    """Shrinks a tile so that its sides divide those of the caller's blocks."""
     high, wide = math.gcd(t.high, high), math.gcd(t.wide, wide)
     return t if (high, wide) == (t.high, t.wide) else replace(t, high=high, wide=wide, warps=min(t.warps, 4))
 

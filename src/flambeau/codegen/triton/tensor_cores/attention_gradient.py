@@ -3,8 +3,9 @@
     dp = (g @ value.T) * keep,   given = p * (dp - inner),   ds = slope(product, given)
 
 the gradients are `scale * ds @ key` of queries, `scale * ds.T @ query` of keys, and `(p * keep).T @ g` of values. Two
-kernels compute them, and p again each: one has a block of columns while rows go past, the other a block of rows while
-columns do. So every sum has its order, and none is added up in memory but those of what is captured.
+kernels compute them, each recomputing p: in one a program owns a block of columns and loops over rows, in the other it
+owns a block of rows and loops over columns. So every sum has a fixed order, and only the gradients of captured tensors
+are accumulated in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .attention import AttentionBlocks, Side, Walk
 
 
 class GradientBlocks(AttentionBlocks):
-    """What both have of a block of scores."""
+    """The base of both gradient kernels: computes p and ds for a block of scores."""
 
     @property
     def gradient(self) -> Gradient:
@@ -28,12 +29,13 @@ class GradientBlocks(AttentionBlocks):
         return self.n.gradient
 
     def logs(self) -> str:
-        """Those of all rows are read; where a score may hide all of a row by itself, p becomes zero there."""
+        """Loads the logarithms of the rows' sums. Where a score itself may hide a whole row, -inf becomes +inf, so that
+        p is zero there."""
         text = self.value(self.gradient.logs)
         return text if self.linear() else f'tl.where({text} == float("-inf"), float("inf"), {text})'
 
     def softmax(self, w: Walk, product: str, logs: str) -> str:
-        """p at the points of a block."""
+        """Computes p at the points of a block; returns its name."""
         self.scored(product)
         holds, factor, p = self.conditions(w), self.linear(), self.fresh("share")
         exponent = f"{self.spread(self.value(self.n.score), self.full())} - {logs}" if factor is None \
@@ -47,7 +49,8 @@ class GradientBlocks(AttentionBlocks):
         return text if self.n.keep is None else f"{text} * {self.value(self.n.keep)}"
 
     def slopes(self, w: Walk, p: str, dp: str, inner: str) -> str:
-        """ds at the points of a block, in the dtype of factors; what is captured is added to memory on the way."""
+        """Computes ds at the points of a block, in the dtype of factors; returns its name. Gradients of captured
+        tensors are added to memory on the way."""
         g, given, ds = self.gradient, self.fresh("given"), self.fresh("ds")
         self.line(f"{given} = {p} * ({self.kept(dp)} - {inner})")
         self.scopes[-1].known[g.given] = given
@@ -65,7 +68,8 @@ class GradientBlocks(AttentionBlocks):
         return [(name, at, e) for (name, at), e in zip(places, asked, strict=True)]
 
     def capture(self, name: str, at: Index, e: Expr, w: Walk) -> None:
-        """Along what an element's place does not depend on, its gradients are summed first."""
+        """Adds the gradient of a captured tensor to memory, summed first along the axes that its address does not
+        depend on."""
         axes, value = self.index_axes(at), self.spread(self.value(e), self.full())
         holds = " & ".join(x for x in (self.conditions(w), self.inside((0,))) if x)
         text = f"tl.where({holds}, {value}, 0)" if holds else value
@@ -80,7 +84,7 @@ class GradientBlocks(AttentionBlocks):
                   'sem="relaxed")')
 
     def is_alone(self, at: Index) -> bool:
-        """Whether no two points have the same element."""
+        """Whether no two points write the same element, so that a plain store replaces the atomic addition."""
         n = self.n
         every = [v for v in (*n.batch, n.group, n.row, n.column) if v.size is not ONE]
         steps = sorted(((at.coefficient(v), v) for v in every), key=lambda x: x[0].const if x[0] else 0)
@@ -93,7 +97,7 @@ class GradientBlocks(AttentionBlocks):
 
 
 class QueriesBlocks(GradientBlocks):
-    """Of queries: a block of rows."""
+    """The kernel for the gradient of the queries: a program owns a block of rows."""
 
     def render(self) -> PartDraft:
         n, t, g = self.n, self.t, self.gradient
@@ -117,7 +121,7 @@ class QueriesBlocks(GradientBlocks):
 
 
 class KeysBlocks(GradientBlocks):
-    """Of keys and values: a block of columns."""
+    """The kernel for the gradients of keys and values: a program owns a block of columns."""
 
     def render(self) -> PartDraft:
         n, t = self.n, self.t

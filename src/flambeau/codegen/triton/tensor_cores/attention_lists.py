@@ -1,9 +1,10 @@
-"""The launches of attention: what is cleared first, lists of the blocks that a mask leaves, and the kernel itself.
+"""The launches of attention: buffers to clear first, lists of the blocks that a mask leaves, and the kernel itself.
 
 Some masks are more than limits (a padding mask in memory, documents). Such a mask is computed once for each block, and
-for those points of the batch that it depends on: it holds nowhere, everywhere, or in a part of the block. Then every
-block of the one side lists the blocks of the other side that it has to look at. These two launches take little time
-beside the products that they save."""
+only for those points of the batch that it depends on: it holds nowhere, everywhere, or in a part of the block. Then
+every block of one side lists the blocks of the other side that it has to visit. These two launches take little time
+compared with the products that they save.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from .attention_gradient import KeysBlocks, QueriesBlocks
 
 ROLES: dict[str, type[OutBlocks] | type[QueriesBlocks] | type[KeysBlocks]] = {
     "out": OutBlocks, "queries": QueriesBlocks, "keys": KeysBlocks}
-ENTRIES = 256  # of a list that are found at once
+ENTRIES = 256  # entries of a list that are found in one step
 
 
 def write_attention(k: AttentionKernel, scale: Scale) -> list[PartDraft]:
@@ -35,14 +36,14 @@ def write_attention(k: AttentionKernel, scale: Scale) -> list[PartDraft]:
 
 
 def cleared(k: AttentionKernel, name: str, vars: tuple[Sym, ...], at: Index) -> LoopKernel:
-    """A map that fills a buffer with zeros."""
+    """Returns a kernel that fills a buffer with zeros."""
     zero = const(0, next(p.dtype for p in k.params if p.name == name))
     return LoopKernel(vars, (), vars[-1] if vars else None, ((Item((name,), "full", (zero,)),),), ((name, at),),
                       frozenset(), k.params, k.sizes, form=Form("map"), typical=k.typical)
 
 
 class StateBlocks(AttentionBlocks):
-    """For each block where its mask holds: 0 nowhere, 1 in parts, 2 everywhere."""
+    """The kernel that classifies blocks by where the mask holds: 0 nowhere, 1 in parts, 2 everywhere."""
 
     def render(self) -> PartDraft:
         own, other, lists = self.list_sizes(self.index)
@@ -63,8 +64,8 @@ class StateBlocks(AttentionBlocks):
 
 
 class ListBlocks(AttentionBlocks):
-    """For each block of the one side those of the other side: whole ones stand at the end of a list, others at its
-    beginning."""
+    """The kernel that writes, for each block of one side, the list of blocks of the other side: whole blocks at the end
+    of the list, the others at its beginning."""
 
     def render(self) -> PartDraft:
         _, other, lists = self.list_sizes(self.index)

@@ -1,17 +1,18 @@
 """Contractions in Triton: tensor cores sum tiles of the result in registers.
 
-What a factor is read from comes by the copy engine where its lines allow that (no masks, zeros beyond the end), and by
-pointers otherwise, whatever expression it is: masks of a convolution, casts, scales. A tile's columns may come in
-parts, each with sums of its own: 128 + 64 columns fit where 256 are too many. What follows the sum is in tiles.py.
+The copy engine loads a factor's memory where the layout of its lines allows that (no masks, zeros beyond the end).
+Otherwise the tile is loaded through pointers, whatever expression it is: masks of a convolution, casts, scales. A
+tile's columns may be split into parts, each with sums of its own: 128 + 64 columns fit where 256 are too many. The
+epilogue that follows the sum is in tiles.py.
 
-Who sums what (`Way.how`):
-once    a program for each tile
-turns   programs take tile after tile, and the loop over these and the one over the depth are one for the compiler
-        (`flatten`): a tile's first pieces are on their way while the results of the one before are written
-shares  all steps of all tiles are divided equally. A program may begin within a tile's depth, and leaves that sum to
-        the one that began the tile, which adds it to its own: always in the same order (shares.py)
-pieces  the depth of each tile is cut into pieces, each of which is a program's. All leave their sums in memory, and a
-        second launch adds them up and has what follows (pieces.py)
+How the work is divided among programs (`Way.how`):
+once    one program for each tile
+turns   persistent programs that take tile after tile. The compiler merges this loop with the one over the depth
+        (`flatten`), so that the next tile's first loads are in flight while results of the last are written
+shares  all steps of all tiles are divided equally. A program may begin within a tile's depth, and then leaves its sum
+        to the program that began the tile, which adds it to its own: always in the same order (shares.py)
+pieces  the depth of each tile is cut into pieces, one program each. All of them leave their sums in memory, and a
+        second launch adds these up and computes the epilogue (pieces.py)
 """
 
 from __future__ import annotations
@@ -36,21 +37,24 @@ from ..dialect import ROUGH, TRITON
 from .pieces import PieceTiles
 from .tensor_maps import matrix, whole_line
 
-SMALL = frozenset((torch.bfloat16, torch.float16, torch.int8, *FP8))  # multiplied as they are, and summed in 32 bits
-REGISTERS = 160  # of a thread that sums may take
-WITH_FACTORS = 208  # and that sums and factors may take, where these come through registers
+# multiplied in their own dtype, and summed in 32 bits
+SMALL = frozenset((torch.bfloat16, torch.float16, torch.int8, *FP8))
+REGISTERS = 160  # registers of a thread that sums may take
+# registers of a thread that sums and factors may take together, where factors are loaded through registers
+WITH_FACTORS = 208
 
 
 def multiplied(factor: Expr) -> tuple[Expr, Expr | None]:
-    """What tensor cores take for a factor, the number before it was widened; and what the sum is scaled by for it."""
+    """Returns what tensor cores multiply for a factor (its value before it was widened), and the scale to apply to the
+    sum, or None."""
     small, scale = unscaled(factor)
     return (small, scale) if small.dtype in SMALL else (factor, None)
 
 
 @lru_cache(maxsize=256)
 def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsize: int, memory: float) -> list[Way]:
-    """Those with the least cost first, as far as the model does not tell them apart; where the `memory` takes the time,
-    the first alone. Of each tile one side for rows, and one number of pieces."""
+    """The candidates worth timing, cheapest first: all whose modelled cost is within `near` of the best, with one
+    orientation and one number of pieces for each tile shape. If the `memory` traffic dominates, only the first."""
     found: dict[tuple[ProductTile, str], tuple[float, Way]] = {}
     for way in ways:
         rows, columns, *others = sizes if not way.turned else (sizes[1], sizes[0], *sizes[2:])
@@ -66,7 +70,7 @@ def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsiz
 
 
 def turned(k: ContractKernel) -> ContractKernel:
-    """The same with rows for columns."""
+    """Returns the same contraction with rows and columns swapped."""
     return replace(k, rows=k.columns, columns=k.rows, left=k.right, right=k.left,
                    more=tuple(p._replace(left=p.right, right=p.left) for p in k.more),
                    reductions=tuple(replace(r, rows=r.columns, columns=r.rows) for r in k.reductions))
@@ -93,24 +97,27 @@ class ContractBlocks(PieceTiles):
         self.deep = min(self.deep, k.promoted or self.deep)
         self.step = Sym("step", ceildiv(volume(k.depth), as_index(self.deep)))
         self.scales = [self.stepped(e) for _, e in found if e is not None]
-        if any(s.name == "within" for e in self.scales for s in e.symbols()):  # which tensor cores cannot scale by
+        # tensor cores cannot apply a scale that varies within a step
+        if any(s.name == "within" for e in self.scales for s in e.symbols()):
             found, self.scales, self.kind = [(e, None) for e in k.factors()], [], k.left.dtype
         self.pairs = [(found[i][0], found[i + 1][0]) for i in range(0, len(found), 2)]
         self.sums = torch.int32 if self.kind is torch.int8 else k.left.dtype
 
     def tiles(self) -> dict[str, list[ProductTile]]:
-        """Of each way: a program that has one tile alone needs no more memory than that one's depth takes."""
+        """The candidate tiles of each way. A program that owns a single tile needs no more memory than that tile's
+        depth takes."""
         k = self.k
         depth = k.about(volume(k.depth), 1024)
         follows = [*(e for i in k.items for e in i.exprs), *(e for r in k.reductions for e in r.item.exprs)]
         loose = not all(map(self.by_engine, k.factors()))
         tiles = [replace(t, tail=cost_of(follows), loose=loose) for t in TILES]
         cut = tiles if k.ragged is not None or k.promoted else [t.cut(depth, self.kind.itemsize) for t in tiles]
-        shared = [t for t in tiles if t.deep < depth * self.kind.itemsize]  # of one step there is nothing to divide
+        # with a single step there is nothing to divide
+        shared = [t for t in tiles if t.deep < depth * self.kind.itemsize]
         return {"once": cut, "turns": tiles, "shares": shared, "pieces": shared}
 
     def by_engine(self, factor: Expr) -> bool:
-        """Whether the copy engine reads a factor, at sizes as those that were captured."""
+        """Whether the copy engine can load a factor, at sizes like those that were captured."""
         e, k = multiplied(factor)[0], self.k
         own = k.rows if set(k.rows) & e.symbols() else k.columns
         sides: list[Sym] = []
@@ -124,13 +131,13 @@ class ContractBlocks(PieceTiles):
         return found is not None and all(k.about(as_index(s), 1) % 16 == 0 for s in found.even)
 
     def all_sums(self, t: ProductTile) -> ProductTile:
-        """The tile with the columns of all products side by side: that is what its memory and its registers hold."""
+        """Returns the tile with the columns of all products side by side: this is what its memory and registers have to
+        hold."""
         return replace(t, wides=t.wides * len(self.k.products))
 
     def ways(self) -> list[Way]:
-        """Those that the clock is to choose from, the one with the least cost first; where memory takes the time, that
-        one alone. Of each tile one number of pieces, and one side for rows: that which comes in parts, or the one with
-        the lower cost."""
+        """The candidates to be timed, cheapest first (`ranked`); never empty. A contraction of ragged parts fixes the
+        orientation: the ragged side is that of rows."""
         along = self.k.ragged.along if self.k.ragged is not None else "depth"
         sizes = tuple(self.k.about(volume(vars), 1024)
                       for vars in (self.k.rows, self.k.columns, self.k.depth, self.k.batch))
@@ -153,17 +160,19 @@ class ContractBlocks(PieceTiles):
         if how == "shares" and not k.shares or how == "pieces" and k.reductions:
             return False
         if how == "turns" and several and not self.rows_in_parts:
-            return False  # sums that begin anew in one loop are summed one instruction after the other
+            return False  # sums that begin anew within one loop are summed one instruction after the other
         t = self.all_sums(t)
         factors, tile = t.shared(self.kind.itemsize), self.tail_bytes(t)
         registers = t.high * t.wide // (BLOCKS.warp * t.warps)
-        beside = factors + tile if how == "turns" else max(factors, tile)  # otherwise no factors are left by then
+        # otherwise the factors are no longer needed by then
+        beside = factors + tile if how == "turns" else max(factors, tile)
         fits = beside <= BLOCKS.shared_most - 1024 and registers <= REGISTERS
         fits = fits and t.registers(self.kind.itemsize) <= WITH_FACTORS
         return fits and (not k.reductions or self.has_slots(t))
 
     def stepped(self, scale: Expr) -> Expr:
-        """A scale at the points of a step of the depth; it says "within" if it differs between these."""
+        """Returns a scale at the points of a step of the depth. It contains the symbol "within" if it varies within the
+        step."""
         at = as_index(self.step) * self.deep + Sym("within", self.deep)
         return scale.subs(dict(zip(self.k.depth, unflat(at, [v.size for v in self.k.depth]), strict=True)))
 
@@ -222,7 +231,7 @@ class ContractBlocks(PieceTiles):
                          signals=self.how == "shares", fills=self.how in ("shares", "pieces"))
 
     def column_parts(self) -> list[tuple[str, int]]:
-        """Where each part of a tile's columns begins, and how many they are."""
+        """Returns the start and the length of each part of a tile's columns."""
         wides = self.t.wides
         starts = [sum(wides[:i]) for i in range(len(wides))]
         return [(f"at_column * {self.t.wide}" + (f" + {at}" if at else ""), n)
@@ -232,7 +241,8 @@ class ContractBlocks(PieceTiles):
 
     def depth_loop(self, sums: Sequence[Sequence[str]]) -> None:
         depth = volume(self.k.depth)
-        # A loop that may have no rounds makes the compiler sum one instruction after the other: one round of zeros.
+        # If the loop may have no iterations, the compiler sums one instruction after the other: do one iteration of
+        # zeros.
         begin, end, last = "0", self.index(depth) if depth.is_const else f"tl.maximum({self.index(depth)}, 1)", ""
         if self.depth_in_parts:
             begin, end, last = self.part_of_depth()
@@ -248,7 +258,8 @@ class ContractBlocks(PieceTiles):
                 self.step_of_depth(sums, last)
 
     def step_of_depth(self, sums: Sequence[Sequence[str]], end: str | None) -> None:
-        """`end`: where the sum ends, if that is not its size; empty where it does not end within the step."""
+        """Writes one step of the sum. `end`: where the sum ends, None if that is the size of the depth; a step that
+        ends within a part is masked and avoids the copy engine."""
         k, t, known = self.k, self.t, dict[tuple[Expr, int, str], str]()
 
         def tile(e: Expr, axis: int, at: str, side: int) -> str:
@@ -270,7 +281,8 @@ class ContractBlocks(PieceTiles):
                     self.line(f"{name} = tl.dot({x}, {y}, {name}{how})")
 
     def scaled(self, at: str, wide: int, scales: Sequence[Expr]) -> list[str]:
-        """The scales of a tile's rows, and of its columns from `at` on, in a step of the depth."""
+        """Computes the scales of a tile's rows, and of its columns from `at` on, for a step of the depth; returns their
+        names."""
         k, t, out = self.k, self.t, [self.fresh("scale") for _ in scales]
         with self.scope("if True:", (*k.rows, *k.columns, self.step), footer=""):
             self.blocks, self.masks = [t.high, wide], {}
@@ -281,9 +293,10 @@ class ContractBlocks(PieceTiles):
         return out
 
     def factor(self, e: Expr, own: Sequence[Sym], at: str, side: int, axis: int, end: str | None) -> str:
-        """A tile of a factor: its own points, from `at` on, along `axis`, and the depth along the other one."""
+        """Loads a tile of a factor: its own variables from `at` on along `axis`, the depth along the other axis."""
         k, name = self.k, self.fresh("x")
-        deep = {v: Sym(f"{v.name}f{axis}", v.size) for v in k.depth}  # the other factor has it along the other axis
+        # fresh variables, because the other factor has the depth along the other axis
+        deep = {v: Sym(f"{v.name}f{axis}", v.size) for v in k.depth}
         own, (e,) = joined(own, e)
         depth, (e,) = joined(tuple(deep.values()), e.subs({v: as_index(to) for v, to in deep.items()}))
         plain = e.op == "load" and not e.args

@@ -1,6 +1,6 @@
-"""Tiles of a contraction whose depth is cut into pieces: a program has one piece of one tile, and leaves its sums.
+"""Tiles of a contraction whose depth is cut into pieces: a program sums one piece of one tile, and leaves its sums.
 
-A piece is whole steps of the depth, and all pieces are as long, but for one step. Their sums lie in the workspace as
+A piece is a whole number of steps, and pieces differ in length by at most one step. Their sums lie in the workspace as
 matrices, one after the other, so that a second launch (totals.py) adds them in the order of the depth: results do not
 depend on the run.
 """
@@ -21,7 +21,7 @@ class PieceTiles(SharedTiles):
 
     @property
     def pieces(self) -> int:
-        """How many there are; of a depth of the run, at most."""
+        """The number of pieces; an upper bound if the depth is known only at run time."""
         return min(self.way.pieces, max(self.steps.const, 1)) if self.steps.is_const else self.way.pieces
 
     @property
@@ -33,7 +33,7 @@ class PieceTiles(SharedTiles):
         return "tl.program_id(0)" + ("" if self.width is NARROWED else f".to({self.width.kind})")
 
     def count_pieces(self) -> str:
-        """Defines `pieces`; how many there are for the host."""
+        """Defines `pieces` in the kernel; returns the host's text for their number."""
         if self.steps.is_const:
             self.line(f"steps, pieces = {max(self.steps.const, 1)}, {self.pieces}")
             return str(self.pieces)
@@ -42,14 +42,14 @@ class PieceTiles(SharedTiles):
         return f"min(max({self.host(self.steps)}, 1), {self.pieces})"
 
     def begin_piece(self, grid: str) -> str:
-        """The tile and the steps of a program; the grid."""
+        """Writes which tile and steps a program has; returns the grid."""
         grid = f"{grid} * {self.count_pieces()}"
         self.line(f"tile, piece = {self.program} // pieces, tl.program_id(0) % pieces")
         self.line("first, last = steps * piece // pieces, steps * (piece + 1) // pieces")
         return grid
 
     def matrix(self, at: str, wide: int, high: int) -> tuple[str, str]:
-        """Pointers to a tile of the first matrix, and where it is inside."""
+        """Returns pointers to a tile of the first matrix of the workspace, and the mask of what lies inside."""
         k, rows, columns = self.k, volume(self.k.rows), volume(self.k.columns)
         self.blocks, self.masks = [high, wide], {}
         row, column, place = (self.fresh(name) for name in ("row", "column", "place"))
@@ -60,7 +60,7 @@ class PieceTiles(SharedTiles):
         return place, f"({row} < {self.index(rows)}) & ({column} < {self.index(columns)})"
 
     def further(self, piece: str, product: int) -> str:
-        """From the first matrix to that of a piece of a product."""
+        """Returns the offset from the first matrix to that of a piece of a product."""
         sizes = " * ".join(self.index(volume(vars)) for vars in (self.k.rows, self.k.columns, self.k.batch))
         many = len(self.k.products)
         return f"(tl.cast({piece}, tl.int64) * {many} + {product}) * ({sizes})"

@@ -1,8 +1,9 @@
-"""Contractions of parts: rows of which each part has factors of its own, or a depth of which each part has a result.
+"""Contractions of ragged parts: each part of the rows has factors of its own, or each part of the depth has a result of
+its own.
 
-Where parts end is data. Tiles of rows begin anew with each part, so that a tile has one part's factors; how many there
-are is counted on the device, and programs take them in turns. A part of the depth is summed in whole steps, by the copy
-engine, and one more by pointers, under a mask.
+The ends of parts are data. Tiles of rows start afresh with each part, so that a tile has the factors of one part. Their
+number is counted on the device, and persistent programs take them in turn. A part of the depth is summed in whole
+steps, by the copy engine, and one more step through pointers, under a mask.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RaggedTiles(TileWriter):
 
     @property
     def of_part(self) -> tuple[Sym, ...]:
-        """The variable of parts, where it is none of the batch."""
+        """The variable of parts, if it is not one of the batch."""
         return (self.k.ragged.part,) if self.k.ragged is not None and self.rows_in_parts else ()
 
     @property
@@ -41,21 +42,22 @@ class RaggedTiles(TileWriter):
         return "end_row" if self.rows_in_parts else None
 
     def begins_anywhere(self, contiguous: Sym, rows: Sequence[Sym], depth: Sequence[Sym]) -> bool:
-        """Whether a part may begin within a line, where the copy engine cannot."""
+        """Whether a part may begin within a contiguous line, where the copy engine cannot."""
         return contiguous in (rows if self.rows_in_parts else depth if self.depth_in_parts else ())
 
     def ends_at(self, part: Index, real: Expr) -> Expr:
-        """Where a part ends, zero for none."""
+        """Returns the end of a part; zero where there is no such part (`real` is false)."""
         assert self.k.ragged is not None
         ends = self.k.ragged.ends.subs({self.k.ragged.part: part})
         return where(real, masked(ends, real), const(0, ends.dtype))
 
     def within(self, end: str, vars: Sequence[Sym]) -> str:
-        """Whatever data say, no part goes beyond its tensor."""
+        """Clamps the end of a part to its tensor, whatever the data say."""
         return f"tl.cast(tl.minimum({end}, {self.index(volume(vars))}), tl.int32)"
 
     def count_parts(self, most: str) -> tuple[str, str]:
-        """How many tiles of rows there are on the device, and at most. Where parts begin and end is found before."""
+        """Returns the number of tiles of rows on the device, and the host's upper bound of it. Writes where parts begin
+        and end."""
         (part,), high = self.of_part, self.t.high
         each = Sym("parts", power(part.size.const))
         self.blocks, self.axes[each] = [power(part.size.const)], 0
@@ -70,7 +72,8 @@ class RaggedTiles(TileWriter):
         self.line(f"{self.sym(self.of_part[0])}, first_row, end_row = fl.share(at_row, begins, ends, {self.t.high})")
 
     def part_of_depth(self) -> tuple[str, str, str]:
-        """Where a part begins, where its last whole step ends, and where it ends itself."""
+        """Writes and returns where a part of the depth begins, where its last whole step ends, and where the part
+        ends."""
         assert self.k.ragged is not None
         part, (begin, whole, end) = self.k.ragged.part, (self.fresh(name) for name in ("begin", "whole", "end"))
         self.blocks = []

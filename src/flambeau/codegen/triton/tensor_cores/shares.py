@@ -1,9 +1,9 @@
-"""A contraction's steps divided equally among programs, wherever tiles begin and end.
+"""A contraction's steps divided equally among programs, independent of where tiles begin and end.
 
-Programs are counted from the last one: who begins a tile takes over what programs that started before it have summed of
-the rest, so that nobody waits for a program that has not begun. What a program sums of a tile that another begins is
-the first that it does, and the beginning of a tile the last, so that hardly anybody waits at all. Sums are added in the
-order of the depth: results depend on the number of processors, and on nothing else.
+Programs are numbered from the last one: the program that begins a tile takes over the rest of the tile's sum from
+programs that started before it, so that no program waits for one that has not started. A program first sums its share
+of a tile that another one begins, and begins a tile of its own last, so that there is hardly any waiting. Sums are
+added in the order of the depth: results depend on the number of processors, and on nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SharedTiles(RaggedTiles):
     how: str
 
     def begin_share(self, tiles: str) -> str:
-        """The loop over a program's tiles, or parts of them."""
+        """Writes a program's range of steps; returns the header of the loop over its tiles, or parts of tiles."""
         steps = self.index(ceildiv(volume(self.k.depth), as_index(self.deep)))
         self.line(f"steps = tl.cast({steps if volume(self.k.depth).is_const else f'tl.maximum({steps}, 1)'}, tl.int32)")
         self.line(f"total = steps * tl.cast({tiles}, tl.int64)")
@@ -28,7 +28,8 @@ class SharedTiles(RaggedTiles):
         return "while at < end:"
 
     def share_grid(self, tiles: str, most: str) -> tuple[str, str]:
-        """How many programs, each with some steps at least, and the bytes for what they leave to others."""
+        """Returns the number of programs (each has at least `least_steps` steps) and the workspace bytes for the sums
+        that they leave."""
         t, products = self.t, len(self.k.products)
         steps = self.host(ceildiv(volume(self.k.depth), as_index(self.deep)))
         programs = f"max(min({most}, ({tiles}) * ({steps}) // {t.least_steps}), min({most}, {tiles}))"
@@ -40,7 +41,8 @@ class SharedTiles(RaggedTiles):
         self.line("last = tl.cast(tl.minimum(first + end - at, steps), tl.int32)")
 
     def leave_or_take(self, sums: Sequence[str]) -> None:
-        """What was begun by another is left to it; to what was begun here is added what others have of it."""
+        """Leaves the sum of a tile that another program began to that one; adds to a tile begun here what others have
+        left."""
         wides = self.t.wides * len(self.k.products)
         places = [self.fresh("left") for _ in sums]
         size, at = self.t.high * sum(wides), 0
@@ -53,7 +55,7 @@ class SharedTiles(RaggedTiles):
                 self.line(f"tl.store({place} + me.to(tl.int64) * {size}, {name})")
             self.line("fl.tell(flags + me)")
         self.line("done, other = tl.cast(last, tl.int64), me + 1")
-        # Nothing is left of a tile that is whole, or another's.
+        # A tile that is whole, or that another program began, takes nothing from others.
         with self.scope("while (first == 0) & (done < steps):", footer=""):
             self.line("fl.hear(flags + other)")
             for name, place in zip(sums, places, strict=True):

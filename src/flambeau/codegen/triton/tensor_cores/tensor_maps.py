@@ -1,7 +1,7 @@
-"""Tensors that the copy engine of a GPU moves tiles of: which accesses are such, and how a kernel is told of them.
+"""Tensors whose tiles the GPU's copy engine moves: which accesses qualify, and how the kernel gets their description.
 
-The host describes a tensor in an argument of the kernel (`source.TensorMap`). Where nobody does, as in packages and in
-the interpreter, the kernel describes it itself, before its first tile.
+The host describes a tensor in an argument of the kernel (`source.TensorMap`). Without such a host, as in packages and
+in the interpreter, the kernel describes the tensor itself, before its first tile.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index
 from ..blocks import BlockWriter, padded_read
 from ..dialect import POINTER
 
-LINE = 16  # bytes of which the steps between lines are multiples
-RANK = 5  # dimensions of a tensor at most
+LINE = 16  # bytes; steps between lines have to be multiples of it
+RANK = 5  # the most dimensions of a tensor
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Memory that the copy engine reads or writes a tile of: along each dimension a variable."""
+    """Memory whose tiles the copy engine reads or writes, with one variable along each dimension."""
 
     buffer: str
     start: Index
     vars: tuple[Sym, ...]  # the contiguous one last
     steps: tuple[Index, ...]
-    even: frozenset[Sym]  # sizes of the run that have to be divisible by 16
+    even: frozenset[Sym]  # sizes known at run time that have to be divisible by 16
 
 
 def matrix(buffer: str, address: Index, batch: Sequence[Sym], own: Sequence[Sym], itemsize: int) -> Matrix | None:
-    """An access as a matrix of two variables for each point of the batch, if it is one: one of the two is contiguous,
-    and lines begin where the engine can read, if sizes of the run are divisible by 16."""
+    """Returns an access as a matrix of two variables for each point of the batch, or None. One of the two has to be
+    contiguous, and lines have to begin where the engine can read if the sizes in `even` are divisible by 16."""
     steps = {v: s for v in (*batch, *own) if (s := address.coefficient(v)) is not None and s is not ZERO}
     start = address - sum((s * v for v, s in steps.items()), as_index(0))
     lines = [s for s in steps.values() if s is not ONE]
@@ -58,9 +58,9 @@ def matrix(buffer: str, address: Index, batch: Sequence[Sym], own: Sequence[Sym]
 
 
 def whole_line(e: Expr, depth: Sequence[Sym], deep: int) -> tuple[Sequence[Sym], Index | None, Expr]:
-    """Of a read that ends where a sum does which is cut into pieces, the last of them shorter: the variable of all the
-    sum, where the piece begins in it, and the read along it, beyond whose end the copy engine reads zeros. What is no
-    such read comes back as it is."""
+    """Undoes the split of a padded read along a depth that is cut into pieces, the last of them shorter. Returns the
+    variable of the whole line, where the piece begins in it, and the read along it; beyond the line's end the copy
+    engine reads zeros. Any other expression is returned unchanged, with None."""
     read = padded_read(e)
     test = e.args[0] if read is not None else e
     if read is None or len(depth) != 1 or test.op != "lt" or e.args[1] is not read or e.args[2].attr != 0 \
@@ -76,20 +76,20 @@ def whole_line(e: Expr, depth: Sequence[Sym], deep: int) -> tuple[Sequence[Sym],
 
 
 class MapWriter(BlockWriter):
-    """Reads and writes tiles by the copy engine."""
+    """Reads and writes tiles with the copy engine."""
 
     def __init__(self, *how: Any) -> None:
         super().__init__(*how)
         self.maps: dict[tuple[Matrix, tuple[int, ...]], TensorMap] = {}
 
     def described(self, m: Matrix, sides: tuple[int, ...]) -> TensorMap:
-        """The map of a tensor for tiles of these sides."""
+        """Returns the map of a tensor for tiles with these sides; describes the tensor in the kernel on first use."""
         if (m, sides) not in self.maps:
             number = len(self.maps)
             dtype, places = self.dtypes[m.buffer], {s: k for k, s in enumerate(self.sizes)}
             made = self.maps[m, sides] = TensorMap(
                 f"map{number}", [*self.short].index(m.buffer), m.start.const, POINTER[dtype].removeprefix("*"),
-                # What has no elements is not read, but a description of it must be one.
+                # A tensor without elements is never read, but its description has to be valid.
                 dtype.itemsize, tuple(f"max({self.host(v.size)}, 1)" for v in m.vars),
                 (*(f"max({self.host(s)}, {LINE // dtype.itemsize})" for s in m.steps[:-1]), "1"), sides,
                 sum(1 << places[s] for s in m.even))
@@ -101,9 +101,10 @@ class MapWriter(BlockWriter):
         return self.maps[m, sides]
 
     def moved(self, m: Matrix, places: Mapping[Sym, tuple[str, int]], value: str = "") -> tuple[str, str]:
-        """Where the copy engine can read: a tile read, or the value written."""
+        """Returns the condition under which the copy engine is used, and the text of a tile's load, or of the store of
+        `value`."""
         sides = tuple(places[v][1] if v in places else 1 for v in m.vars)
-        # The engine takes places of 32 bits, whatever the width of the sizes they are computed from.
+        # The engine takes 32-bit coordinates, whatever the width of the sizes they are computed from.
         where = [f"tl.cast({places[v][0] if v in places else self.sym(v)}, tl.int32)" for v in m.vars]
         name = self.described(m, sides).name
         tensor, at, there = name.replace("map", "matrix"), ", ".join(where), f"if {name} is not None:"

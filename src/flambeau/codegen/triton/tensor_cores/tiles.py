@@ -1,4 +1,4 @@
-"""What follows a contraction's sums, over the tile that they are: maps, results, and reductions of the tile."""
+"""The epilogue of a contraction, computed on the tile of sums: maps, results, and reductions of the tile."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flambeau.ir.tuning import ProductTile
 
 from .tensor_maps import MapWriter, Matrix, matrix
 
-SLOT = 64  # rows or columns of a tile that have a place for what they come to
+SLOT = 64  # rows or columns of a tile that share a slot for their partial reduction
 
 
 class TileWriter(MapWriter):
     k: ContractKernel
     t: ProductTile
-    sums: DType  # of sums, where that is not what they are as results
+    sums: DType  # the dtype of the accumulated sums, which may differ from that of the results
     step: Sym
     scales: list[Expr]
 
@@ -31,12 +31,13 @@ class TileWriter(MapWriter):
 
     @property
     def row_end(self) -> str | None:
-        """Where rows end, unless that is their number."""
+        """The text of where rows end; None if that is their number."""
         return None
 
     def walk_axis(self, vars: Sequence[Sym], start: str, length: int, axis: int, end: str | None = None) -> None:
-        """Variables from their joint position along an axis of the tile, and the mask of what is beyond the end. There
-        is none where tiles of that length end with the variables: of columns in parts, whole tiles, not the parts."""
+        """Defines variables from their joint position along an axis of the tile, and the mask of what is beyond the
+        end. No mask is needed where the size is a multiple of `length`; for columns that are split into parts, `length`
+        is that of the whole tile."""
         self.axes.update(dict.fromkeys(vars, axis))
         size, at = volume(vars), self.fresh("at")
         self.line(f"{at} = {start} + {self.arange(axis)}")
@@ -48,8 +49,8 @@ class TileWriter(MapWriter):
         self.decompose(at, vars)
 
     def tail_bytes(self, t: ProductTile) -> int:
-        """Of shared memory, for what is written, or read, whole: one result goes to the copy engine, others change
-        their layout."""
+        """Returns the bytes of shared memory that the epilogue needs: the largest result is staged for the copy engine,
+        others and loads of the whole tile change their layout."""
         k = self.k
         first, *others = sorted((self.dtypes[n].itemsize for n, _ in k.stores), reverse=True) or [0]
         across = [e.dtype.itemsize for i in k.items for e in loads(*i.exprs)
@@ -61,7 +62,7 @@ class TileWriter(MapWriter):
         return all(side % SLOT == 0 for side in (t.high, *t.wides))
 
     def finish(self, sums: Sequence[str], at: str, wide: int) -> None:
-        """Of the columns from `at` on, all that follows."""
+        """Writes the epilogue for `wide` columns from `at` on."""
         k, t = self.k, self.t
         everything = [*(i.exprs[0] for i in k.items), *(e for r in k.reductions for e in r.item.exprs),
                       *(Expr("index", torch.int64, (), a) for _, a in k.stores),
@@ -110,7 +111,8 @@ class TileWriter(MapWriter):
 
     def reduce_tile(self, r: TileReduction, values: Sequence[Expr], addresses: Sequence[Index], starts: Sequence[str]
                     ) -> None:
-        """What the tile comes to, in the first of the slots that it covers; the others hold nothing."""
+        """Stores the tile's partial reduction in the first of the slots that it covers, and the identity in the
+        others."""
         c = r.item.joins
         axes = [axis for axis, step in enumerate((r.rows, r.columns)) if step is not None]
         nothing = [self.d.constant(e.attr, e.dtype) for e in c.identity]
@@ -120,7 +122,7 @@ class TileWriter(MapWriter):
             text = self.spread(self.value(e), self.full())
             texts.append(f"tl.where({inside}, {text}, {start})" if inside else text)
         reduced = self.reduced(c, texts, *axes)
-        # Slots are axes of their own: as many along each side as it has.
+        # Slots are axes of their own, as many along each side as it covers.
         sides, holds, slot, place = list(self.blocks), [self.inside({0, 1} - {*axes})], [], ""
         for axis in axes:
             sides[axis] //= SLOT

@@ -1,5 +1,5 @@
-"""The launches of a contraction: one, or where its depth is cut into pieces a second one that adds up their sums and
-computes what follows."""
+"""The launches of a contraction: one, or two if its depth is cut into pieces. The second adds up the sums of the pieces
+and computes the epilogue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_product(k: ContractKernel, scale: Scale) -> list[PartDraft]:
 
 
 class TotalBlocks(ContractBlocks):
-    """The second launch. A program has a part of a few rows, of which it reads all pieces at once."""
+    """The second launch. A program has a tile of a few rows, and loads all pieces of it."""
 
     def __init__(self, k: ContractKernel, scale: Scale) -> None:
         super().__init__(k, scale)
@@ -31,7 +31,8 @@ class TotalBlocks(ContractBlocks):
         threads = BLOCKS.total_threads if rows * columns >= BLOCKS.total_points else BLOCKS.warp
         points = threads * BLOCKS.total_thread
         wide = min(power(columns), BLOCKS.warp * BLOCKS.total_thread)
-        if any(at.coefficient(v) is ONE for _, at in self.k.stores for v in self.k.rows):  # which are written in lines
+        # such results are contiguous along the rows
+        if any(at.coefficient(v) is ONE for _, at in self.k.stores for v in self.k.rows):
             wide = max(min(wide, points // BLOCKS.total_across), points // power(rows), 1)
         self.t = ProductTile(points // wide, (wide,), 0, 1, threads // BLOCKS.warp)
 
