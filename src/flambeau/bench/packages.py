@@ -3,8 +3,8 @@
     measure(["gpt", "call", "load"], "small", list(PEERS), limit=3.0)       # rows of `flambeau bench packages`
     served("model.flam", "forward", 0.5, (1, 2))            # rows of `flambeau bench model.flam`
 
-With one thread (OMP_NUM_THREADS=1) times are CPU times of the thread (of the process for loads, with the kernel's work), so
-that they mean something even on a busy machine.
+With one thread (OMP_NUM_THREADS=1) times are CPU times of the thread (of the process for loads, with the kernel's work),
+so that they mean something even on a busy machine.
 """
 
 from __future__ import annotations
