@@ -3,7 +3,7 @@
     measure(["gpt", "call", "load"], "small", list(PEERS), limit=3.0)       # rows of `flambeau bench packages`
     served("model.flam", "forward", 0.5, (1, 2))            # rows of `flambeau bench model.flam`
 
-With one thread (OMP_NUM_THREADS=1) times are CPU times of the thread (of the process for loads, with the kernel's work),
+With one thread (OMP_NUM_THREADS=1) times are CPU times of the thread, and for loads of the process,
 so that they mean something even on a busy machine.
 """
 
