@@ -63,7 +63,7 @@ class Dialect:
     divisor = "({0} == 0 ? 1 : {0})"  # one that may be zero where nobody asks for the quotient: it must not trap
     function = "fl::{}"  # how a named operation is called
     fused = ""  # the function for a * b + c, with one rounding where the machine can
-    choice = "{} ? {} : {}"  # by a condition that does not change in the loop
+    choice = "{} ? {} : {}"  # by a condition that does not change in the loop, or between what functions answer
     narrow = ""  # a variable of a 32-bit index
     rounded = "{0}"  # an integer (of a type) that was a float before and becomes one again
     end = ";"  # of a statement
@@ -84,6 +84,10 @@ class Dialect:
     def named(self, op: str, dtype: DType) -> str:
         """The function for an operation on values of this dtype."""
         return self.function.format(op)
+
+    def is_called(self, op: str, dtype: DType) -> bool:
+        """Whether the function for an operation is a library's, whose vectors a branch would hide from compilers."""
+        return False
 
     def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
         """The line before a loop or block that says so, if there is one. `reports`: something inside looks for what is

@@ -120,6 +120,7 @@ class CpuTuning(Tuning):
     # ---- caches
     transpose_side: int = number(64, "elements", "of a tile along the vector")
     transpose_bytes: int = number(256, "bytes", "of a tile the other way: whole lines of the cache")
+    flat_work: int = number(8, "operations", "at a point, from which on lines that are no whole vectors go as one")
     transpose_gap: int = number(8, "elements", "between rows of a tile, which would meet in the cache")
     shared_work: int = number(16, "operations", "at a point that are worth keeping for all rows")
     shared_bytes: int = number(16384, "bytes", "of the arrays that keep them: half of a first-level cache")

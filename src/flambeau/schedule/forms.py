@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from flambeau.ir.expr import cost_of, loads, walk
-from flambeau.ir.index import ONE, Index, Sym, ceildiv, volume
+from flambeau.ir.index import ONE, Index, Sym, ceildiv, volume, walks_as_one
 from flambeau.ir.program import Form, Kernel, LoopKernel, ScanKernel
 from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
 
@@ -48,11 +48,18 @@ def cpu_loops(k: LoopKernel, t: CpuTuning) -> Form:
 
 def cpu_map(k: LoopKernel, t: CpuTuning) -> Form:
     if k.tile is not None:
-        return Form("tiles")
+        return Form("flat tiles" if is_flat(k, t) else "tiles")
     if k.vector is None:
         return Form("points")
     others = [v for v in k.outer if v is not k.vector]
     return Form("chunks" if not others or is_shared(volume(others), k.vector.size, t) else "lines")
+
+
+def is_flat(k: LoopKernel, t: CpuTuning) -> bool:
+    """Whether lines of a tile are walked as one: short ones, and those that nothing reads across."""
+    assert k.tile is not None and k.vector is not None
+    return k.vector.size.is_const and (k.vector.size.const < t.transpose_least or not k.transposed_reads()) and all(
+        walks_as_one(at, k.tile, k.vector) for at in k.places() if at not in {e.attr[1][0] for e in k.reads_apart()})
 
 
 def cpu_columns(k: LoopKernel, t: CpuTuning) -> Form:

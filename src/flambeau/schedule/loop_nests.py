@@ -31,7 +31,7 @@ from flambeau.ir.index import (
 from flambeau.ir.lines import apart
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
-from flambeau.ir.tuning import BlockTuning, PointTuning, Tuning
+from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
 
 from .forms import held_columns, is_shared, leaves_cache, points_beside
 from .fuse import Group, member_exprs
@@ -125,6 +125,11 @@ class NestDraft:
             if i.combine is None and i.level == "full":
                 points[i.names[0]] = reads
         return Counter(read for read, _ in found)
+
+    def is_plain(self, e: Expr) -> bool:
+        """Whether it speaks of no outer point but by the place of what is read there."""
+        plain = e.op == "load" and not e.args and not any(isinstance(a, Dyn) for a in e.attr[1][0].atoms())
+        return plain or all(i.symbols().isdisjoint(self.outer) for i in e.own_indices())
 
     def indices(self) -> list[Index]:
         return [i for e in walk(*self.exprs()) for i in e.own_indices()] + list(self.stores.values())
@@ -411,6 +416,31 @@ def flat(d: NestDraft, tile: Sym, vector: Sym) -> bool:
     return all(i in transposed or walks_as_one(i, tile, vector) for i in d.indices())
 
 
+def wrapped(d: NestDraft, vector: Sym, t: CpuTuning) -> Sym | None:
+    """A variable to walk as one with a short vector variable, as results do: a compiler computes what is left of a line
+    after whole vectors one by one. What is read in another order is brought into this one first."""
+    if not (len(d.outer) > 1 and d.outer[-1] is vector and vector.size.is_const and cost_of(d.exprs()) >= t.flat_work):
+        return None
+    lanes = t.line_bytes // max(FLOAT, *(e.dtype.itemsize for e in walk(*d.exprs()) if is_float(e.dtype)))
+    rest, half = vector.size.const % lanes, lanes // 2
+    steps = vector.size.const // lanes + rest // half + rest % half
+    if not 4 * lanes * steps > 5 * vector.size.const or not all(map(d.is_plain, walk(*d.exprs()))):
+        return None
+    at = len(d.outer) - 1
+    while at and all(walks_as_one(i, *d.outer[at - 1:at + 1]) for i in d.stores.values()):
+        at -= 1
+    if not d.outer[at:-1]:
+        return None
+    first, *others = d.outer[at:-1]
+    for v in others:
+        joint = Sym(f"{first.name}{v.name}", first.size * v.size)
+        d.substitute({first: as_index(joint) // v.size, v: as_index(joint) % v.size})
+        first = joint
+    d.outer[at:-1] = [first]
+    apart_bytes = sum(e.dtype.itemsize for e in {*loads(*d.exprs())} if not walks_as_one(e.attr[1][0], first, vector))
+    return first if 2 * apart_bytes * vector.size.const <= t.shared_bytes else None
+
+
 def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities, typical: dict[Sym, int],
                 exact: bool = False) -> tuple[LoopKernel, set[str]]:
     """The kernel of a group, and the buffers it stores beyond those asked for. `typical`: values of run-time sizes;
@@ -446,6 +476,8 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         vector = d.outer[-1] if vector is last_outer else d.inner[-1]
     if tile is not None and (tile not in d.outer or vector not in d.outer):
         tile = None
+    if tile is None and not has_axes and vector is not None and isinstance(t, CpuTuning):
+        tile = wrapped(d, vector, t)
     dtype_of = {n: dtype for i in d.items for n, dtype in zip(i.names, i.dtypes, strict=True)}
     row: int | None = None
     if d.inner and d.bounds is None and all(v.size.is_const for v in d.inner):
