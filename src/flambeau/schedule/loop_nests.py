@@ -421,10 +421,8 @@ def wrapped(d: NestDraft, vector: Sym, t: CpuTuning) -> Sym | None:
     after whole vectors one by one. What is read in another order is brought into this one first."""
     if not (len(d.outer) > 1 and d.outer[-1] is vector and vector.size.is_const and cost_of(d.exprs()) >= t.flat_work):
         return None
-    lanes = t.line_bytes // max(FLOAT, *(e.dtype.itemsize for e in walk(*d.exprs()) if is_float(e.dtype)))
-    rest, half = vector.size.const % lanes, lanes // 2
-    steps = vector.size.const // lanes + rest // half + rest % half
-    if not 4 * lanes * steps > 5 * vector.size.const or not all(map(d.is_plain, walk(*d.exprs()))):
+    itemsize = max(FLOAT, *(e.dtype.itemsize for e in walk(*d.exprs()) if is_float(e.dtype)))
+    if not t.is_ragged(vector.size.const, itemsize) or not all(map(d.is_plain, walk(*d.exprs()))):
         return None
     at = len(d.outer) - 1
     while at and all(walks_as_one(i, *d.outer[at - 1:at + 1]) for i in d.stores.values()):
