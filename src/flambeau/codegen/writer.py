@@ -285,8 +285,8 @@ class Writer:
         return f"{d.named(e.op, e.args[0].dtype)}({', '.join(args)})"
 
     def _calls(self, e: Expr) -> bool:
-        """Whether a function of a library is beneath, which a compiler would call where it is chosen alone: in a branch,
-        and not for a vector."""
+        """Whether a function of a library is beneath, which a compiler would call where it is chosen alone: in a
+        branch, and not for a vector."""
         found = self.beneath.get(e)
         if found is None:
             op = "exp" if e.op == "local" else e.op  # what another item computes: nobody looks

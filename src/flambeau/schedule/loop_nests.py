@@ -33,7 +33,7 @@ from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
 from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
 
-from .forms import held_columns, is_shared, leaves_cache, points_beside
+from .forms import held_columns, is_shared, leaves_cache, points_beside, widest_float
 from .fuse import Group, member_exprs
 from .rewrites.one_pass import alive, exponentials_at_once
 
@@ -421,8 +421,7 @@ def wrapped(d: NestDraft, vector: Sym, t: CpuTuning) -> Sym | None:
     after whole vectors one by one. What is read in another order is brought into this one first."""
     if not (len(d.outer) > 1 and d.outer[-1] is vector and vector.size.is_const and cost_of(d.exprs()) >= t.flat_work):
         return None
-    itemsize = max(FLOAT, *(e.dtype.itemsize for e in walk(*d.exprs()) if is_float(e.dtype)))
-    if not t.is_ragged(vector.size.const, itemsize) or not all(map(d.is_plain, walk(*d.exprs()))):
+    if not t.is_ragged(vector.size.const, widest_float(d.exprs())) or not all(map(d.is_plain, walk(*d.exprs()))):
         return None
     at = len(d.outer) - 1
     while at and all(walks_as_one(i, *d.outer[at - 1:at + 1]) for i in d.stores.values()):

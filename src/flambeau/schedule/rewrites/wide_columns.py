@@ -1,8 +1,9 @@
 """Sums of few columns: several rows side by side are as many columns as vectors have lanes.
 
-The rows of a table with 13 columns, summed one after the other, fill no vector, and each waits for the sum before it. So
-rows are summed in turns, those of each turn on their own; what the turns come to is one short row of results, summed at
-last. This is done where everything that is read lies as one with the rows, and where the number of turns divides them.
+The rows of a table with 13 columns, summed one after the other, fill no vector, and each waits for the sum before it.
+So rows are summed in turns, those of each turn on their own; what the turns come to is one short row of results, summed
+at last. This is done where everything that is read lies as one with the rows, and where the number of turns divides
+their number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def widened(graph: Graph, n: Node, t: CpuTuning) -> list[Node]:
     at = places(graph, n)
     itemsize = max(e.dtype.itemsize for e in walk(*n.inputs))
     for column in n.kept:
-        if 1 < column.size.const and t.is_ragged(column.size.const, itemsize):
+        if column.size.const > 1 and t.is_ragged(column.size.const, itemsize):
             for row in n.reduced:
                 turns = t.turns(row.size.const, column.size.const)
                 if turns > 1 and any(row in i.symbols() for i in at) and all(walks_as_one(i, row, column) for i in at):
