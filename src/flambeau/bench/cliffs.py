@@ -215,8 +215,9 @@ def measure(device: str, size: str, only: str | None, count: int, seed: int, bac
         now = {case.seed: CliffRow(str(case), case.family, case.seed) for case in cases[at:at + wave]}
         rows += now.values()
         seeds = list(now)
-        parts = {f"cases {k}": {"seeds": seeds[k:k + batch], "size": size, "device": device, "backends": list(backends),
-                                "seconds": turn / 2} for k in range(0, len(seeds), batch)}
+        parts: dict[str, dict[str, Any]] = {
+            f"cases {k}": {"seeds": seeds[k:k + batch], "size": size, "device": device, "backends": list(backends),
+                           "seconds": turn / 2} for k in range(0, len(seeds), batch)}
         prepare = left * PREPARE if device == "cuda" else left - turn * len(seeds)
         for name, told in run("flambeau.bench.cliffs", parts, jobs, left, prepare, threads(jobs)):
             for number, more in told.get("rows", {}).items():

@@ -25,7 +25,7 @@ def widths(fn: Callable[..., Any], *args: Any, numerics: str = "fast") -> list[i
     (total, (3720, 13), 195),  # 15 rows at a time
     (total, (4096, 8), 256), (total, (4096, 3), 192),
     (lambda x: x.sigmoid().amax((0, 1)), (7, 512, 5), 160),
-    (lambda x: x.argmax(1), (7, 512, 5), 5),  # it says which row
+    (lambda x: x.argmax(1), (7, 512, 5), 512),  # it says which row: rows are apart
     (total, (997, 13), 13),  # rows of a prime number
     (total, (4096, 16), 16),  # one whole vector
     (total, (30, 13), 13),  # too few rows
