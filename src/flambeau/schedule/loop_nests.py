@@ -416,6 +416,32 @@ def flat(d: NestDraft, tile: Sym, vector: Sym) -> bool:
     return all(i in transposed or walks_as_one(i, tile, vector) for i in d.indices())
 
 
+def crossing(d: NestDraft, vector: Sym, t: CpuTuning) -> Sym:
+    """The variable to go innermost where what is reduced lies along different ones: few of its points are gone over
+    before the others move on, so that lines that are read across are still in the cache then."""
+    across = [v for v in d.inner if any(a.coefficient(v) is ONE for _, a, _ in d.accesses() if vector in a.symbols())]
+    if len(across) < 2 or not all(v.size.is_const for v in across):
+        return vector
+    widest = widest_float(d.exprs())
+
+    def block(v: Sym) -> int:
+        return max((k for k in range(t.vector_least, t.transpose_side + 1) if v.size.const % k == 0),
+                   key=lambda k: (not t.is_ragged(k, widest), k), default=0)
+
+    best = max(across, key=lambda v: (block(v) > 0 and not t.is_ragged(block(v), widest), block(v)))
+    side = block(best)
+    if not side or t.is_ragged(side, widest) and best is not vector:
+        return vector
+    d.inner.remove(best)
+    if side == best.size.const:
+        d.inner.append(best)
+        return best
+    outside, inside = Sym(f"{best.name}o", best.size // side), Sym(f"{best.name}i", side)
+    d.substitute({best: as_index(outside) * side + inside})
+    d.inner = [outside, *d.inner, inside]
+    return inside
+
+
 def wrapped(d: NestDraft, vector: Sym, t: CpuTuning) -> Sym | None:
     """A variable to walk as one with a short vector variable, as results do: a compiler computes what is left of a line
     after whole vectors one by one. What is read in another order is brought into this one first."""
@@ -444,7 +470,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     `exact`: with the bits of separate passes."""
     d = draft_group(g, buffers, stored)
     has_axes = g.axes is not None
-    if not has_axes or caps.programs > 1:  # else a reduction's rounding would depend on the sizes that came first
+    if not g.axes or caps.programs > 1:  # else a reduction's rounding would depend on the sizes that came first
         d.typical = typical
     stage(d, has_axes)
     lists = [d.outer, d.inner]
@@ -460,6 +486,8 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         if vector in d.outer:
             vector = shortest_across(d, vector, candidates, t)
         d.outer, d.inner = (order(vars, d, vector, t) for vars in (d.outer, d.inner))
+    if isinstance(t, CpuTuning) and vector in d.inner and d.bounds is None:
+        vector = crossing(d, vector, t)
     last_outer = d.outer[-1] if d.outer else None
     before = list(d.outer)
     d.outer = merge(d.outer, d)
