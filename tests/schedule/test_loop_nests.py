@@ -122,6 +122,17 @@ def test_ends_of_short_lines_are_not_computed_one_by_one(columns: int, gap: int,
         assert extents(k.outer) == [1500, columns]
 
 
+@pytest.mark.parametrize(("shape", "inner"), [
+    ((32, 13264), [13264, 32]),  # lines of 13264 across the others would be gone before they are read again
+    ((14808, 15), [617, 15, 24]),  # three vectors, then the next of the 15
+    ((997, 1009), [997, 1009]),  # primes
+])
+def test_what_is_reduced_along_two_variables_goes_in_blocks_of_one(shape: tuple[int, int], inner: list[int]) -> None:
+    x, y = torch.randn(shape, dtype=torch.float64), torch.randn(*shape[::-1], dtype=torch.float64).t()
+    k = only(lambda x, y: (x * y).sum(), x, y)
+    assert extents(k.inner) == inner and k.vector is k.inner[-1]
+
+
 # ---- splitting -----------------------------------------------------------------------------------------
 
 

@@ -98,7 +98,8 @@ class Rows(LoopWriter[S]):
         read = {e.attr[0] for e in loads(*exprs)} | {e.attr for e in walk(*exprs) if e.op == "local"}
         lanes = self.step_of(exprs)
         ragged = not length.is_const or length.const >= lanes and CPU.is_ragged(length.const, CPU.line_bytes // lanes)
-        return (ragged and CPU.flat_work <= cost_of(exprs) and 2 * written(exprs) <= CPU.copied and not (stored & read or any(p.aliased for p in self.k.params)))
+        costly = cost_of(exprs) >= CPU.flat_work and 2 * written(exprs) <= CPU.copied
+        return ragged and costly and not (stored & read or any(p.aliased for p in self.k.params))
 
     @staticmethod
     def step_of(exprs: Sequence[Expr]) -> int:
