@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flambeau.ir.expr import walk
-from flambeau.ir.index import Op
+from flambeau.ir.index import ONE, Op
 from flambeau.ir.program import LoopKernel, ScanKernel, ScatterKernel
 from flambeau.schedule.loop_nests import locals_in
 from schedule.programs import launches, program
@@ -195,6 +195,14 @@ def test_what_is_on_its_way_has_the_order_of_run_time_strides_and_tables_do_not_
 
 
 # ---- stages --------------------------------------------------------------------------------------------
+
+
+def test_of_variables_that_are_kept_the_long_one_vectorises_at_sizes_of_the_run_too() -> None:
+    """All stages read lines of two, and write lines of 300: no sum depends on which of the two has vectors."""
+    (k,) = launches(program(lambda x: x.log_softmax(0), torch.randn(37, 300, 2).transpose(1, 2), dynamic=True))
+    assert isinstance(k, LoopKernel) and k.vector is not None
+    (at,) = dict(k.stores).values()
+    assert k.vector in k.outer and at.coefficient(k.vector) is ONE
 
 
 def test_stages_of_softmax() -> None:

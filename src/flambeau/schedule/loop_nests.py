@@ -480,6 +480,8 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     candidates = [*d.outer, *d.inner] if g.segment is None else [v for v in d.outer if v not in tied]
     t = caps.tuning
     vector = choose_vector(d, candidates, t) if candidates else None
+    if vector in d.outer and not d.typical:  # which of the variables that are kept it is, rounds nothing
+        vector = choose_vector(replace(d, typical=typical), [v for v in candidates if v in d.outer], t)
     d.outer, d.inner = (order(vars, d, vector) for vars in (d.outer, d.inner))
     tile = choose_tile(d, d.outer, vector, t) if not has_axes else None
     if t.row_lines and tile is None:
