@@ -80,8 +80,18 @@ def plain(rows: Sequence[Any]) -> list[Any]:
     return [asdict(row) if is_dataclass(row) and not isinstance(row, type) else row for row in rows]
 
 
+def without_number(summary: dict[str, Any]) -> list[str]:
+    """The figures that are NaN, as means of nothing are."""
+    return [key for key, x in summary.items() if isinstance(x, float) and x != x]
+
+
 def write_results(path: Path, kind: str, rows: Sequence[Any], summary: dict[str, Any], device: str = "cpu") -> None:
-    """`device` is the one that was measured, by the name that torch has for it; rows are dataclasses or plain data."""
+    """`device` is the one that was measured, by the name that torch has for it; rows are dataclasses or plain data.
+
+    UnsupportedError where a figure of the summary is no number: nothing was measured."""
+    if empty := without_number(summary):
+        raise UnsupportedError(f"{path.name} would say nothing: {', '.join(empty)} of no measured case",
+                               hint="see the errors of its rows; give it more time, or fewer cases")
     report = {"kind": kind, **origin(), "machine": machine(device), "rows": plain(rows), "summary": summary}
     path.write_text(json.dumps(report, indent=1) + "\n")
 

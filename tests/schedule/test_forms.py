@@ -36,7 +36,7 @@ CASES: list[tuple[str, Callable[[Value], Value], tuple[int, ...], tuple[str, str
     ("rows", lambda x: softmax(x, 1), (300, 200), ("rows", "rows", "rows", "whole rows")),
     ("long rows", lambda x: sums(x, [1]), (3, 20_000), ("shared rows", "rows", "rows", "rows in pieces")),
     ("columns", lambda x: sums(x, [0]), (300, 200), ("columns", "columns", "columns", "rows in pieces")),
-    ("long columns", lambda x: sums(x, [0]), (20_000, 20), ("shared columns", "columns", "columns", "rows in pieces")),
+    ("long columns", lambda x: sums(x, [0]), (20_000, 48), ("shared columns", "columns", "columns", "rows in pieces")),
     ("short columns", lambda x: sums(x, [0]), (64, 200), ("columns", "columns", "points", "whole rows")),
     ("scan", lambda x: running(x, 1), (3, 40_000), ("parts", "rows", "rows", "rows")),
     ("scan down", lambda x: running(x, 0), (4000, 64), ("columns", "columns", "columns", "columns")),

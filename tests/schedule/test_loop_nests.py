@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flambeau.ir.expr import walk
-from flambeau.ir.index import Op
+from flambeau.ir.index import ONE, Op
 from flambeau.ir.program import LoopKernel, ScanKernel, ScatterKernel
 from flambeau.schedule.loop_nests import locals_in
 from schedule.programs import launches, program
@@ -96,16 +96,41 @@ def test_a_transposition_is_tiled() -> None:
     assert only(lambda x, y: x * y, torch.randn(64, 100), torch.randn(64, 100)).tile is None
 
 
-@pytest.mark.parametrize(("shape", "mixed", "tiled"), [
-    ((2000, 13), False, True),
-    ((2000, 13), True, False),  # another line for every row
-    ((40, 2000, 13), False, True),
-])
-def test_lines_shorter_than_a_vector_are_tiled_where_tiles_are_walked_as_one(
-        shape: tuple[int, ...], mixed: bool, tiled: bool) -> None:
+@pytest.mark.parametrize("shape", [(2000, 13), (40, 2000, 13)])
+@pytest.mark.parametrize("beside", [1, 13])
+def test_lines_shorter_than_a_vector_are_tiled_where_tiles_are_walked_as_one(shape: tuple[int, ...], beside: int
+                                                                              ) -> None:
+    """What is the same for all rows is brought into the order of the rows, as what is transposed is."""
     y = torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
-    k = only(lambda x, y, z: (x + z) * y.exp(), torch.randn(shape), y, torch.randn(13) if mixed else torch.randn(1))
-    assert (k.tile is not None) == tiled and k.vector is not None and k.vector.size.const == 13
+    k = only(lambda x, y, z: (x + z) * y.exp(), torch.randn(shape), y, torch.randn(beside))
+    assert k.tile is not None and k.vector is not None and k.vector.size.const == 13 and k.form.name == "flat tiles"
+
+
+@pytest.mark.parametrize(("columns", "gap", "fn", "flat"), [
+    (31, 0, lambda x, z: (x + z).tanh(), True), (31, 7, lambda x, z: x.tanh(), True),
+    (32, 0, lambda x, z: (x + z).tanh(), False),  # two vectors
+    (31, 0, lambda x, z: x + z, False),  # to bring z into this order takes as long as to add it
+    (1001, 0, lambda x, z: (x + z).tanh(), False),  # little of a row is left after whole vectors
+])
+def test_ends_of_short_lines_are_not_computed_one_by_one(columns: int, gap: int, fn: Callable[..., Any], flat: bool
+                                                         ) -> None:
+    """Results lie one after the other, and so do the rows of a tile that is walked as one: no row has an end."""
+    x, z = torch.randn(3, 500, columns + gap)[..., :columns], torch.randn(columns)
+    k = only(fn, x, z)
+    assert (k.form.name == "flat tiles") == flat
+    if flat:
+        assert extents(k.outer) == [1500, columns]
+
+
+@pytest.mark.parametrize(("shape", "inner"), [
+    ((32, 13264), [13264, 32]),  # lines of 13264 across the others would be gone before they are read again
+    ((14808, 15), [617, 15, 24]),  # three vectors, then the next of the 15
+    ((997, 1009), [997, 1009]),  # primes
+])
+def test_what_is_reduced_along_two_variables_goes_in_blocks_of_one(shape: tuple[int, int], inner: list[int]) -> None:
+    x, y = torch.randn(shape, dtype=torch.float64), torch.randn(*shape[::-1], dtype=torch.float64).t()
+    k = only(lambda x, y: (x * y).sum(), x, y)
+    assert extents(k.inner) == inner and k.vector is k.inner[-1]
 
 
 # ---- splitting -----------------------------------------------------------------------------------------
@@ -170,6 +195,14 @@ def test_what_is_on_its_way_has_the_order_of_run_time_strides_and_tables_do_not_
 
 
 # ---- stages --------------------------------------------------------------------------------------------
+
+
+def test_of_variables_that_are_kept_the_long_one_vectorises_at_sizes_of_the_run_too() -> None:
+    """All stages read lines of two, and write lines of 300: no sum depends on which of the two has vectors."""
+    (k,) = launches(program(lambda x: x.log_softmax(0), torch.randn(37, 300, 2).transpose(1, 2), dynamic=True))
+    assert isinstance(k, LoopKernel) and k.vector is not None
+    (at,) = dict(k.stores).values()
+    assert k.vector in k.outer and at.coefficient(k.vector) is ONE
 
 
 def test_stages_of_softmax() -> None:

@@ -3,8 +3,10 @@
     flambeau bench cliffs --target cuda --cases 1000 --seed 17 --json results/cliffs-cuda.json
 
 Processes share the cases and compile in parallel; each then measures alone, its backends alternating. On a GPU times
-are the device's, with the second-level cache flushed before each call. A case whose fastest backend takes less than 20
-microseconds says nothing about kernels: it is left out and counted.
+are the device's, with the second-level cache flushed before each call. On a CPU the cases come in waves, each compiled
+and measured before the next, so that an interrupted run has results; with one thread, times are that thread's CPU time.
+A case whose fastest backend takes less than 20 microseconds says nothing about kernels: it is left out and counted. So
+is a case without a time, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from flambeau.bench.parts import Talk, absorb, run, threads
 
 BACKENDS = ("eager", "inductor", "flambeau")
 SHORTEST = 20e-6  # seconds
-BATCH = 16  # the most cases of a process
+BATCH = {"cuda": 16, "cpu": 8}  # the most cases of a process
 ROUNDS, SECONDS = (5, 25), 0.05  # of a backend on a GPU: a thousand cases have to fit into minutes
 PREPARE = 0.7  # the share of the time in which compilers run
 WITHIN = (1.05, 1.1, 1.5, 2.0)  # multiples of the fastest peer's time
@@ -147,7 +149,8 @@ def prepare(case: Case, backends: Sequence[str], device: str, talk: Talk,
 def times(calls: dict[str, Callable[[], Any]], device: str, seconds: float) -> dict[str, float]:
     if device == "cuda":
         return {name: statistics.median(cuda_times(call, ROUNDS, SECONDS)) for name, call in calls.items()}
-    return {name: statistics.median(t) for name, t in alternate(calls, seconds, (5, 50)).items()}
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter  # others' work is not in the first
+    return {name: statistics.median(t) for name, t in alternate(calls, seconds, (5, 50), clock=clock).items()}
 
 
 def profiled(calls: dict[str, Callable[[], Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -203,17 +206,29 @@ def measure(device: str, size: str, only: str | None, count: int, seed: int, bac
     for number in range(seed, seed + 100 * count):
         if len(cases) < count and wanted(f"{(case := draw(number, size)).family} {case.what}", only):
             cases.append(case)
-    rows = {case.seed: CliffRow(str(case), case.family, case.seed) for case in cases}
     bandwidth = copy_bandwidth(torch.device(device))
-    seeds = list(rows)
     turn = limit * (1 - PREPARE) / max(count, 1)
-    batch = max(1, min(BATCH, -(-count // jobs)))  # every process has some
-    parts = {f"cases {k}": {"seeds": seeds[k:k + batch], "size": size, "device": device, "backends": list(backends),
-                            "seconds": turn / 2} for k in range(0, len(seeds), batch)}
-    for _, told in run("flambeau.bench.cliffs", parts, jobs, limit, limit * PREPARE, threads(jobs)):
-        for number, more in told.get("rows", {}).items():
-            absorb(rows[int(number)], more)
-        yield list(rows.values()), summarise(list(rows.values()), bandwidth)
+    batch = max(1, min(BATCH[device], -(-count // jobs)))  # no process is without any
+    end, rows = time.time() + limit, list[CliffRow]()
+    wave = jobs * batch if device == "cpu" else max(count, 1)
+    for at in range(0, len(cases), wave):
+        if (left := end - time.time()) <= turn:
+            break
+        now = {case.seed: CliffRow(str(case), case.family, case.seed) for case in cases[at:at + wave]}
+        rows += now.values()
+        seeds = list(now)
+        parts: dict[str, dict[str, Any]] = {
+            f"cases {k}": {"seeds": seeds[k:k + batch], "size": size, "device": device, "backends": list(backends),
+                           "seconds": turn / 2} for k in range(0, len(seeds), batch)}
+        prepare = left * PREPARE if device == "cuda" else left - turn * len(seeds)
+        for name, told in run("flambeau.bench.cliffs", parts, jobs, left, prepare, threads(jobs)):
+            for number, more in told.get("rows", {}).items():
+                absorb(now[int(number)], more)
+            for what, why in told.get("errors", {}).items():  # of a case, or of the process: then of what it left
+                for number in parts[name]["seeds"]:
+                    if what == f"case {number}" or not (what.startswith("case ") or now[number].seconds):
+                        now[number].errors.setdefault("part", why)
+            yield rows, summarise(rows, bandwidth)
 
 
 def summarise(rows: Sequence[CliffRow], bandwidth: float) -> dict[str, Any]:
@@ -221,8 +236,9 @@ def summarise(rows: Sequence[CliffRow], bandwidth: float) -> dict[str, Any]:
     ratios = [r for row in rows if not row.short() and (r := row.ratio()) is not None]
     first = [(row.first_s["flambeau"], row.first_s["inductor"]) for row in rows
              if {"flambeau", "inductor"} <= row.first_s.keys()]
-    return {"cases": len(ratios), "short": sum(row.short() for row in rows), "bandwidth": bandwidth,
-            "mean": geometric_mean(ratios), "worst": max(ratios, default=0.0),
+    short = sum(row.short() for row in rows)
+    return {"cases": len(ratios), "short": short, "without a time": len(rows) - short - len(ratios),
+            "bandwidth": bandwidth, "mean": geometric_mean(ratios), "worst": max(ratios, default=0.0),
             "within": {str(k): sum(r <= k for r in ratios) / max(len(ratios), 1) for k in WITHIN},
             "compile over inductor": sum(a for a, _ in first) / max(sum(b for _, b in first), 1e-9)}
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from flambeau.cli.subject import output
 from flambeau.errors import OptionError, UnsupportedError
-from flambeau.results_file import plain, write_results
+from flambeau.results_file import plain, without_number, write_results
 
 MODEL_SECONDS, OP_SECONDS, FLOOR_SECONDS, ALL_SECONDS = 3.0, 1.0, 120.0, 240.0
 DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "optimizers": "foreach,fused,flambeau,accelerate",
@@ -22,7 +22,8 @@ DEFAULTS = {"floors": "eager,inductor,flaggems,flambeau", "optimizers": "foreach
             "contractions": "eager,inductor,autotuned,flambeau,own,flex,flambeau flex",
             "packages": "eager,flambeau,aotinductor,onnxruntime,package"}
 PLAIN_WIDTH = 140  # columns, if the output is not a terminal
-COUNTS = ("done", "planned", "over_eager", "error", "error_of_results")  # numbers that are printed below the table
+# Numbers that are printed below the table.
+COUNTS = ("short", "without a time", "done", "planned", "over_eager", "error", "error_of_results")
 Measured: TypeAlias = "Iterator[tuple[list[Any], str, dict[str, Any]]]"  # rows so far, title, summary
 
 
@@ -98,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
     backends = args.backends or DEFAULTS.get(what, "eager,inductor,flambeau")
     measured = None
     for measured in KINDS.get(what, package)(args, backends.split(","), console):
-        if args.json:  # after every case, because a run can be interrupted at any time
+        # After every case, because a run can be interrupted at any time; not before the first.
+        if args.json and not without_number(measured[2]):
             write_results(args.json, what, measured[0], measured[2], args.target)
     if measured is None or not measured[0]:
         console.print(f"No case matches --only {args.only!r}.")
@@ -108,7 +110,9 @@ def run(args: argparse.Namespace) -> int:
     failures = [(row.name, backend, text) for row in rows for backend, text in row.errors.items()]
     for name, backend, text in failures:
         console.print(f"{name}: {backend} failed: {text}", markup=False)
-    return 1 if failures else 0
+    if empty := without_number(summary):
+        console.print(f"Nothing was measured: no {', '.join(empty)}." + " No file was written." * bool(args.json))
+    return 1 if failures or empty else 0
 
 
 def show(console: Console, what: str, rows: Sequence[Any], title: str, summary: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ class Dialect:
     divisor = "({0} == 0 ? 1 : {0})"  # a divisor that may be zero where the quotient is not used: it must not trap
     function = "fl::{}"  # the call of a named operation
     fused = ""  # the function for a * b + c, with one rounding where the machine can
-    choice = "{} ? {} : {}"  # by a condition that does not change in the loop
+    choice = "{} ? {} : {}"  # by a condition that is the same in all iterations, or between results of library calls
     narrow = ""  # a variable in a 32-bit index
     rounded = "{0}"  # an integer (of a type) that was a float before and becomes one again
     end = ";"  # the end of a statement
@@ -86,6 +86,10 @@ class Dialect:
     def named(self, op: str, dtype: DType) -> str:
         """The function for an operation on values of this dtype."""
         return self.function.format(op)
+
+    def is_called(self, op: str, dtype: DType) -> bool:
+        """Whether the function for an operation is a library's, whose vectors a branch would hide from compilers."""
+        return False
 
     def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
         """Returns the line before a loop or block that states these facts, if there is one. `reports`: its body checks

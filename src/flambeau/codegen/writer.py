@@ -55,6 +55,7 @@ class Writer:
         self.count = 0
         self.unroll = dialect.unroll
         self.functions: set[str] = set()
+        self.beneath: dict[Expr, bool] = {}  # whether a library is called for an expression
         self.recast = False  # whether an integer that was a float becomes one again
         self.sites: Mapping[Bound, int] = {}  # what indices are checked against, and the numbers of their faults
 
@@ -270,7 +271,8 @@ class Writer:
             return d.cast(args[0], whole.dtype, e.dtype)
         if e.op == "where":
             cond, yes, no = (self.emit(a)[0] for a in e.args)
-            return (d.choice if cond < max(yes, no) else "{} ? {} : {}").format(*args)
+            branches = cond < max(yes, no) or self._calls(e)
+            return (d.choice if branches else "{} ? {} : {}").format(*args)
         if e.op == "philox":
             return f"({d.types[torch.int64]}){d.function.format('philox')}({', '.join(args)}, {e.attr})"
         if e.op == "bitcast":
@@ -282,6 +284,15 @@ class Writer:
             return self._narrowed(f"{d.prefix[e.op]}{args[0]}", e.dtype)
         self.functions.add(e.op)
         return f"{d.named(e.op, e.args[0].dtype)}({', '.join(args)})"
+
+    def _calls(self, e: Expr) -> bool:
+        """Whether a function of a library is beneath, which a compiler would call where it is chosen alone: in a
+        branch, and not for a vector."""
+        found = self.beneath.get(e)
+        if found is None:
+            op = "exp" if e.op == "local" else e.op  # what another item computes: nobody looks
+            found = self.beneath[e] = self.d.is_called(op, e.dtype) or any(map(self._calls, e.args))
+        return found
 
     def _is_narrow(self, e: Expr) -> bool:
         """Whether this is an index truncated to 32 bits: its terms can be truncated before the sum, since integers

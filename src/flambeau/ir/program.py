@@ -20,7 +20,7 @@ from .attention import Attention
 from .dtypes import DType
 from .expr import Expr, loads, rewrite, walk
 from .faults import Bound, heads
-from .index import ONE, ZERO, Dyn, Index, Sym, about, flat
+from .index import ONE, ZERO, Dyn, Index, Sym, about, flat, walks_as_one
 from .nodes import Combine, Host, Value
 
 
@@ -122,6 +122,10 @@ class LoopKernel(AnySize):
         """Returns all loads and stores, as buffer and address."""
         return [*((e.attr[0], e.attr[1][0]) for e in loads(*exprs_of(self.items))), *self.stores]
 
+    def places(self) -> list[Index]:
+        """All indices: of what it reads and writes, and of what is computed."""
+        return [*(i for e in walk(*self.everything()) for i in e.own_indices()), *(at for _, at in self.stores)]
+
     def rewritten(self, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index] | None = None) -> LoopKernel:
         """Returns the kernel with `fn` applied to the expressions of its items, and symbols replaced in these and in
         store addresses."""
@@ -163,6 +167,15 @@ class LoopKernel(AnySize):
                  if not e.args or masked and all(x.op not in ("load", "local", "fold", "raw") for x in walk(*e.args))]
         return [e for e in reads if (at := e.attr[1][0]).coefficient(self.tile) is ONE
                 and at.coefficient(self.vector) not in (ONE, ZERO)
+                and at.symbols() <= {*self.outer, *self.sizes} and not any(isinstance(a, Dyn) for a in at.atoms())]
+
+    def reads_apart(self) -> list[Expr]:
+        """What a map does not read as if the two variables of its tiles were one, at places that need no computing."""
+        t, v = self.tile, self.vector
+        if t is None or v is None:
+            return []
+        return [e for e in dict.fromkeys(loads(*exprs_of(self.items)))
+                if not e.args and not walks_as_one(at := e.attr[1][0], t, v)
                 and at.symbols() <= {*self.outer, *self.sizes} and not any(isinstance(a, Dyn) for a in at.atoms())]
 
     def inner_position(self) -> Index:

@@ -106,6 +106,9 @@ class CpuTuning(Tuning):
     bodies: int = number(4, "bodies", "that a compiler may write side by side to have their vectors under way at once")
     row_steps: int = number(4, "steps", "of all lanes in a row, at least: with fewer, joining the lanes dominates")
     columns: int = number(512, "columns", "reduced side by side: their states stay in the first-level cache")
+    few_columns: int = number(32, "columns", "that with those of other rows are as many as fill vectors")
+    wide_columns: int = number(256, "columns", "that rows of few come to, summed side by side: states of 1 KB")
+    turn_rows: int = number(16, "rows", "of each of those that are summed side by side, at least")
     register_bytes: int = number(512, "bytes", "of the states of a segment's columns that stay in registers")
     held_bytes: int = number(1024, "bytes", "of states that compilers keep in registers while rows go past")
     stack_bytes: int = number(1 << 20, "bytes", "that the states of columns may take in all chunks: stacks end at 8 MB")
@@ -120,6 +123,7 @@ class CpuTuning(Tuning):
     # ---- caches
     transpose_side: int = number(64, "elements", "of a tile along the vector")
     transpose_bytes: int = number(256, "bytes", "of a tile the other way: whole lines of the cache")
+    flat_work: int = number(6, "operations", "at a point, from which on lines that are no whole vectors go as one")
     transpose_gap: int = number(8, "elements", "between rows of a tile, which would meet in the cache")
     shared_work: int = number(16, "operations", "at a point that are worth keeping for all rows")
     shared_bytes: int = number(16384, "bytes", "of the arrays that keep them: half of a first-level cache")
@@ -169,6 +173,19 @@ class CpuTuning(Tuning):
     dot_block: int = number(48, "rows", "of a block, whose left factor stays in the second-level cache")
     dot_columns: int = number(64, "columns", "of a block at most")
     small_product: int = number(1 << 16, "products", "below which there is nothing to divide")
+
+
+    def is_ragged(self, length: int, itemsize: int) -> bool:
+        """Whether much of a line is left after whole vectors, which a compiler computes by halves and one by one."""
+        lanes = self.line_bytes // itemsize
+        rest, half = length % lanes, lanes // 2
+        return 4 * lanes * (length // lanes + rest // half + rest % half) > 5 * length
+
+    def turns(self, rows: int, columns: int) -> int:
+        """How many rows of few columns are summed side by side: they fill vectors, and no row is left over."""
+        most = min(self.wide_columns // columns, rows // self.turn_rows)
+        fitting = [k for k in range(2, most + 1) if rows % k == 0 and k * columns >= self.wide_columns // 4]
+        return fitting[-1] if fitting and columns <= self.few_columns else 1
 
 
 @dataclass(frozen=True)

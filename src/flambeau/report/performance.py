@@ -255,6 +255,9 @@ def bits(report: dict[str, Any]) -> Parts:
             *([times] if times.rows else [])]
 
 
+LEFT_OUT = {"short": "that take less than 20 microseconds", "without a time": "without a time"}
+
+
 def random_cases(report: dict[str, Any]) -> Parts:
     """The worst cases and what limits them, then the distribution."""
     summary, backends = report["summary"], backends_of(report)
@@ -269,7 +272,9 @@ def random_cases(report: dict[str, Any]) -> Parts:
     sheet.mean("geometric mean", *blank, cell(summary["mean"], "{:.3f}"))
     for bound, share in summary["within"].items():
         sheet.mean(f"within {bound} × the faster peer", *blank, f"{share:.1%}")
-    return [f"The worst {min(WORST, len(timed))} of {len(timed)}.", sheet]
+    left_out = "; ".join(f"{summary[key]} {what}" for key, what in LEFT_OUT.items() if summary.get(key))
+    told = f" Not counted: {left_out}." if left_out else ""
+    return [f"The worst {min(WORST, len(timed))} of {len(timed)}.{told}", sheet]
 
 
 def database(report: dict[str, Any]) -> Parts:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flambeau.ir.expr import cost_of, loads, walk
-from flambeau.ir.index import ONE, Index, Sym, ceildiv, volume
+from flambeau.ir.dtypes import is_float
+from flambeau.ir.expr import Expr, cost_of, loads, walk
+from flambeau.ir.index import ONE, Index, Sym, ceildiv, volume, walks_as_one
 from flambeau.ir.program import Form, Kernel, LoopKernel, ScanKernel
 from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
 
@@ -48,11 +49,29 @@ def cpu_loops(k: LoopKernel, t: CpuTuning) -> Form:
 
 def cpu_map(k: LoopKernel, t: CpuTuning) -> Form:
     if k.tile is not None:
-        return Form("tiles")
+        return Form("flat tiles" if is_flat(k, t) else "tiles")
     if k.vector is None:
         return Form("points")
     others = [v for v in k.outer if v is not k.vector]
     return Form("chunks" if not others or is_shared(volume(others), k.vector.size, t) else "lines")
+
+
+def is_flat(k: LoopKernel, t: CpuTuning) -> bool:
+    """Whether the lines of a tile are walked as one: short ones, those that nothing reads across, and those of which
+    much would be computed one by one."""
+    assert k.tile is not None and k.vector is not None
+    size, exprs = k.vector.size, k.everything()
+    if not size.is_const:
+        return False
+    ragged = t.is_ragged(size.const, widest_float(exprs)) and cost_of(exprs) >= t.flat_work
+    apart = {e.attr[1][0] for e in k.reads_apart()}
+    return (size.const < t.transpose_least or ragged or not k.transposed_reads()) and all(
+        at in apart or walks_as_one(at, k.tile, k.vector) for at in k.places())
+
+
+def widest_float(exprs: Sequence[Expr]) -> int:
+    """Bytes of what is computed with, at most: halves become floats first."""
+    return max((4, *(e.dtype.itemsize for e in walk(*exprs) if is_float(e.dtype))))
 
 
 def cpu_columns(k: LoopKernel, t: CpuTuning) -> Form:

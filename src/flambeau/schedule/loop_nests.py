@@ -31,9 +31,9 @@ from flambeau.ir.index import (
 from flambeau.ir.lines import apart
 from flambeau.ir.nodes import Buffer, Combine, Reduce, Scan, Scatter
 from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKernel, exprs_of
-from flambeau.ir.tuning import BlockTuning, PointTuning, Tuning
+from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
 
-from .forms import held_columns, is_shared, leaves_cache, points_beside
+from .forms import held_columns, is_shared, leaves_cache, points_beside, widest_float
 from .fuse import Group, member_exprs
 from .rewrites.one_pass import alive, exponentials_at_once
 
@@ -125,6 +125,11 @@ class NestDraft:
             if i.combine is None and i.level == "full":
                 points[i.names[0]] = reads
         return Counter(read for read, _ in found)
+
+    def is_plain(self, e: Expr) -> bool:
+        """Whether it speaks of no outer point but by the place of what is read there."""
+        plain = e.op == "load" and not e.args and not any(isinstance(a, Dyn) for a in e.attr[1][0].atoms())
+        return plain or all(i.symbols().isdisjoint(self.outer) for i in e.own_indices())
 
     def indices(self) -> list[Index]:
         return [i for e in walk(*self.exprs()) for i in e.own_indices()] + list(self.stores.values())
@@ -411,13 +416,61 @@ def flat(d: NestDraft, tile: Sym, vector: Sym) -> bool:
     return all(i in transposed or walks_as_one(i, tile, vector) for i in d.indices())
 
 
+def crossing(d: NestDraft, vector: Sym, t: CpuTuning) -> Sym:
+    """The variable to go innermost where what is reduced lies along different ones: few of its points are gone over
+    before the others move on, so that lines that are read across are still in the cache then."""
+    across = [v for v in d.inner if any(a.coefficient(v) is ONE for _, a, _ in d.accesses() if vector in a.symbols())]
+    if len(across) < 2 or not all(v.size.is_const for v in across):
+        return vector
+    widest = widest_float(d.exprs())
+
+    def block(v: Sym) -> int:
+        return max((k for k in range(t.vector_least, t.transpose_side + 1) if v.size.const % k == 0),
+                   key=lambda k: (not t.is_ragged(k, widest), k), default=0)
+
+    best = max(across, key=lambda v: (block(v) > 0 and not t.is_ragged(block(v), widest), block(v)))
+    side = block(best)
+    if not side or t.is_ragged(side, widest) and best is not vector:
+        return vector
+    d.inner.remove(best)
+    if side == best.size.const:
+        d.inner.append(best)
+        return best
+    outside, inside = Sym(f"{best.name}o", best.size // side), Sym(f"{best.name}i", side)
+    d.substitute({best: as_index(outside) * side + inside})
+    d.inner = [outside, *d.inner, inside]
+    return inside
+
+
+def wrapped(d: NestDraft, vector: Sym, t: CpuTuning) -> Sym | None:
+    """A variable to walk as one with a short vector variable, as results do: a compiler computes what is left of a line
+    after whole vectors one by one. What is read in another order is brought into this one first."""
+    if not (len(d.outer) > 1 and d.outer[-1] is vector and vector.size.is_const and cost_of(d.exprs()) >= t.flat_work):
+        return None
+    if not t.is_ragged(vector.size.const, widest_float(d.exprs())) or not all(map(d.is_plain, walk(*d.exprs()))):
+        return None
+    at = len(d.outer) - 1
+    while at and all(walks_as_one(i, *d.outer[at - 1:at + 1]) for i in d.stores.values()):
+        at -= 1
+    if not d.outer[at:-1]:
+        return None
+    first, *others = d.outer[at:-1]
+    for v in others:
+        joint = Sym(f"{first.name}{v.name}", first.size * v.size)
+        d.substitute({first: as_index(joint) // v.size, v: as_index(joint) % v.size})
+        first = joint
+    d.outer[at:-1] = [first]
+    apart_bytes = sum(e.dtype.itemsize for e in {*loads(*d.exprs())} if not walks_as_one(e.attr[1][0], first, vector))
+    return first if 2 * apart_bytes * vector.size.const <= t.shared_bytes else None
+
+
 def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities, typical: dict[Sym, int],
                 exact: bool = False) -> tuple[LoopKernel, set[str]]:
     """The kernel of a group, and the buffers it stores beyond those asked for. `typical`: values of run-time sizes;
     `exact`: with the bits of separate passes."""
     d = draft_group(g, buffers, stored)
     has_axes = g.axes is not None
-    if not has_axes or caps.programs > 1:  # else a reduction's rounding would depend on the sizes that came first
+    if not g.axes or caps.programs > 1:  # else a reduction's rounding would depend on the sizes that came first
         d.typical = typical
     stage(d, has_axes)
     lists = [d.outer, d.inner]
@@ -427,12 +480,16 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     candidates = [*d.outer, *d.inner] if g.segment is None else [v for v in d.outer if v not in tied]
     t = caps.tuning
     vector = choose_vector(d, candidates, t) if candidates else None
+    if vector in d.outer and not d.typical:  # which of the variables that are kept it is, rounds nothing
+        vector = choose_vector(replace(d, typical=typical), [v for v in candidates if v in d.outer], t)
     d.outer, d.inner = (order(vars, d, vector) for vars in (d.outer, d.inner))
     tile = choose_tile(d, d.outer, vector, t) if not has_axes else None
     if t.row_lines and tile is None:
         if vector in d.outer:
             vector = shortest_across(d, vector, candidates, t)
         d.outer, d.inner = (order(vars, d, vector, t) for vars in (d.outer, d.inner))
+    if isinstance(t, CpuTuning) and vector in d.inner and d.bounds is None:
+        vector = crossing(d, vector, t)
     last_outer = d.outer[-1] if d.outer else None
     before = list(d.outer)
     d.outer = merge(d.outer, d)
@@ -446,6 +503,8 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
         vector = d.outer[-1] if vector is last_outer else d.inner[-1]
     if tile is not None and (tile not in d.outer or vector not in d.outer):
         tile = None
+    if tile is None and not has_axes and vector is not None and isinstance(t, CpuTuning):
+        tile = wrapped(d, vector, t)
     dtype_of = {n: dtype for i in d.items for n, dtype in zip(i.names, i.dtypes, strict=True)}
     row: int | None = None
     if d.inner and d.bounds is None and all(v.size.is_const for v in d.inner):

@@ -36,6 +36,7 @@ from flambeau.ir.program import (
     Step,
     values_in,
 )
+from flambeau.ir.tuning import CpuTuning
 from flambeau.ir.verify import verify
 
 from .attention import shape_attention
@@ -49,6 +50,7 @@ from .loop_nests import is_empty, shape_group, shape_scan, shape_scatter
 from .memory import ProgramDraft, lifetimes, plan_memory
 from .numerics_policy import apply_policy
 from .rewrites.ordered_scatters import order_scatters
+from .rewrites.wide_columns import widen_columns
 from .rewrites.wide_windows import share_windows
 from .split_reductions import split_reductions
 from .streams.order import check_order
@@ -160,6 +162,8 @@ def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, see
     apply_policy(graph)
     prepare_contractions(graph, caps)
     split_reductions(graph, caps)
+    if isinstance(caps.tuning, CpuTuning):
+        widen_columns(graph, caps.tuning)
     if check:
         verify(graph, "after inlining")
     groups = fuse(graph)

@@ -16,6 +16,13 @@ INEXACT = SPECIAL | frozenset((
     "sqrt", "rsqrt", "fmod", "remainder"))
 
 
+# Those of a library (lib/elementary.h): of float64 all of them.
+CALLED = frozenset(("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "erf", "sin", "cos", "tan", "sinh",
+                    "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh", "erfc", "pow", "atan2", "hypot",
+                    "sigmoid", "erfinv"))
+CALLED_FLOAT = frozenset(("sin", "cos", "tan", "sinh", "asinh", "acosh", "erfc", "pow", "atan2", "hypot"))
+
+
 class Cpp(CLike):
     types = {
         torch.float32: "float", torch.float64: "double", torch.bfloat16: "fl::bf16", torch.float16: "fl::half",
@@ -52,6 +59,9 @@ class Cpp(CLike):
             condition = f" if({how.condition})" if how.condition else ""
             return f"#pragma omp parallel for schedule(static){collapse}{condition}{faults}"
         return f"#pragma omp parallel{faults}" if how is TEAM else ""
+
+    def is_called(self, op: str, dtype: DType) -> bool:
+        return op in (CALLED if dtype is torch.float64 else CALLED_FLOAT)
 
     def vector(self, kind: str, lanes: int) -> str:
         return f"fl::vector<{kind}, {lanes}>::type"

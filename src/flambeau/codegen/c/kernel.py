@@ -22,7 +22,7 @@ from .scatters import ScatterWriter
 from .tensor_tables import TableWriter
 
 LOOPS: dict[str, Callable[..., LoopWriter[Any]]] = {
-    **dict.fromkeys(("points", "lines", "chunks", "tiles"), MapWriter), "rows": RowWriter,
+    **dict.fromkeys(("points", "lines", "chunks", "tiles", "flat tiles"), MapWriter), "rows": RowWriter,
     "shared rows": SharedRowWriter, "columns": ColumnWriter, "shared columns": SharedColumnWriter}
 WRITERS: dict[type[AnyKernel], Callable[..., LoopWriter[Any] | ScanWriter | ScatterWriter | Blocks]] = {
     ScanKernel: ScanWriter, TableKernel: TableWriter, ScatterKernel: ScatterWriter, ContractKernel: contraction}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flambeau.ir.expr import Expr, rewrite, walk
-from flambeau.ir.index import Sym, as_index, is_positive, volume
+from flambeau.ir.index import ONE, Sym, as_index, is_positive, volume
 from flambeau.ir.program import Item, exprs_of
 from flambeau.ir.tuning import CPU
 
@@ -18,7 +18,8 @@ from .row_invariants import best_shared, shared_values
 
 class MapWriter(LoopWriter[None]):
     def render(self) -> list[str]:
-        {"points": self.points, "lines": self.lines, "chunks": self.lines, "tiles": self.tiles}[self.k.form.name]()
+        {"points": self.points, "lines": self.lines, "chunks": self.lines, "tiles": self.tiles,
+         "flat tiles": self.tiles}[self.k.form.name]()
         return self.scopes[0].lines
 
     def points(self) -> None:
@@ -121,10 +122,14 @@ class MapWriter(LoopWriter[None]):
         others = tuple(x for x in self.k.outer if x is not v and x is not t)
         tb, vb = Sym(f"{t.name}b", t.size), Sym(f"{v.name}b", v.size)
         how = self.parallel(self.k.outer, self.cost, len(others) + 2)
-        transposed = {e: self.fresh("transposed") for e in self.k.transposed_reads()}
-        short = v.size.const if v.size.is_const and v.size.const < CPU.transpose_least else 0
+        short = v.size.const if self.k.form.name == "flat tiles" else 0
+        transposed = {e: self.fresh("transposed")
+                      for e in (self.k.reads_apart() if short else self.k.transposed_reads())}
         side = short or (CPU.transpose_side if transposed else CPU.transpose_side // 2)
-        high = max(CPU.transpose_bytes // sum(e.dtype.itemsize for e in transposed), 1) if transposed else side
+        moved = sum(e.dtype.itemsize for e in transposed)
+        high = max(CPU.transpose_bytes // moved, 1) if transposed else side
+        if short and moved:
+            high = min(high, max(CPU.shared_bytes // (moved * short), 1))
         line = short or side + CPU.transpose_gap
         with self.nest(others, how, (tb, self.extent(t), str(high)), (vb, self.extent(v), str(side))):
             ends = {}
@@ -133,9 +138,12 @@ class MapWriter(LoopWriter[None]):
             place = f"[({self.sym(t)} - {self.sym(tb)}) * {line} + {self.sym(v)} - {self.sym(vb)}]"
             for e, array in transposed.items():
                 self.line(f"alignas(64) {self.d.types[e.dtype]} {array}[{high * line}];")
-                with self.loop(v, self.sym(vb), ends[v]), self.loop(t, self.sym(tb), ends[t], how=APART):
+                across = e.attr[1][0].coefficient(t) is ONE
+                (x, xb), (y, yb) = ((v, vb), (t, tb)) if across else ((t, tb), (v, vb))
+                with self.loop(x, self.sym(xb), ends[x]), \
+                        self.loop(y, self.sym(yb), ends[y], how=APART if across else LANES):
                     self.line(f"{array}{place} = {self.value(e)};")
-            if short:  # all that is not transposed walks the two as one, and so does the array
+            if short:  # all else walks the two as one, and so does the array
                 both = Sym(f"{t.name}{v.name}", high * short)
                 self.narrowed = {t: as_index(tb) + as_index(both) // short, v: as_index(both) % short}
                 with self.loop(both, "0", f"({ends[t]} - {self.sym(tb)}) * {short}", how=LANES) as scope:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flambeau.ir.expr import walk
+from flambeau.ir.dtypes import is_float
+from flambeau.ir.expr import Expr, cost_of, loads, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, volume
 from flambeau.ir.program import Item, exprs_of
 from flambeau.ir.tuning import CPU
@@ -16,6 +17,7 @@ from flambeau.ir.tuning import CPU
 from ..dialect import LANES
 from ..stages import S
 from .cascade_sums import Levels
+from .loop_splitting import written
 from .loops import LoopWriter, widest_of
 
 
@@ -53,6 +55,9 @@ class Rows(LoopWriter[S]):
         v = self.k.inner[-1]
         name = self.sym(v)
         if not arrays:
+            if lo == "0" and length is not None and self.ends_again(stage, length):
+                self.whole_steps(stage, hi, length)
+                return
             with self.loop(v, lo, hi, how=LANES):
                 self.body(stage, arrays, "0")
             return
@@ -69,10 +74,52 @@ class Rows(LoopWriter[S]):
                 self.line(f"const {self.d.long} {name} = {start} + l;")
                 self.body(stage, arrays, "l")
             if not (length is not None and length.is_const and length.const % lanes == 0 and lo == "0"):
+                for few in self.fewer(stage, lanes):  # as a state of all lanes joins them when these become fewer
+                    with self.scope(f"for (; {start} + {few} <= {hi}; {start} += {few}) {{"), \
+                            self.scope(f"for (int l = 0; l < {few}; ++l) {{", (v,), how=LANES):
+                        self.line(f"const {self.d.long} {name} = {start} + l;")
+                        self.body(stage, arrays, "l")
                 # At most lanes - 1 elements are left; the bound says so to the compiler.
                 with self.scope(f"for (int l = 0; l < {lanes - 1} && {start} + l < {hi}; ++l) {{", (v,)):
                     self.line(f"const {self.d.long} {name} = {start} + l;")
                     self.body(stage, arrays, "l")
+
+    def fewer(self, stage: Sequence[Item], lanes: int) -> list[int]:
+        """Steps of fewer lanes for what is left of a row of any length, where one by one it would take long."""
+        steps = [few for few in (lanes // 2, lanes // 4, lanes // 8) if few >= CPU.vector_least // 2]
+        exprs = exprs_of(stage)
+        costly = cost_of(exprs) >= CPU.flat_work and len(steps) * written(exprs) <= CPU.copied
+        return steps if costly else []
+
+    def ends_again(self, stage: Sequence[Item], length: Index) -> bool:
+        """Whether the last whole step of a row may go over some points again, as what is stored is not read."""
+        exprs = exprs_of(stage)
+        stored = {n for i in stage for n in i.names if n in self.address or n in self.k.scratch}
+        read = {e.attr[0] for e in loads(*exprs)} | {e.attr for e in walk(*exprs) if e.op == "local"}
+        lanes = self.step_of(exprs)
+        ragged = not length.is_const or length.const >= lanes and CPU.is_ragged(length.const, CPU.line_bytes // lanes)
+        costly = cost_of(exprs) >= CPU.flat_work and 2 * written(exprs) <= CPU.copied
+        return ragged and costly and not (stored & read or any(p.aliased for p in self.k.params))
+
+    @staticmethod
+    def step_of(exprs: Sequence[Expr]) -> int:
+        """Lanes of a vector of what is computed with."""
+        return CPU.line_bytes // max((4, *(e.dtype.itemsize for e in walk(*exprs) if is_float(e.dtype))))
+
+    def whole_steps(self, stage: Sequence[Item], hi: str, length: Index) -> None:
+        """A row in whole vectors, of which the last one ends where the row does; a row shorter than one, as it is."""
+        v, lanes, start = self.k.inner[-1], self.step_of(exprs_of(stage)), self.fresh("r")
+        name = self.sym(v)
+        if not length.is_const:
+            with self.loop(v, "0", f"({hi} < {lanes} ? {hi} : 0)"):
+                self.body(stage, {}, "0")
+        last = f"{hi} - {lanes}" if not length.is_const else str(length.const - lanes)
+        bound = f"({hi} < {lanes} ? 0 : {hi})" if not length.is_const else hi
+        with self.scope(f"for ({self.d.long} {start} = 0; {start} < {bound}; {start} += {lanes}) {{"):
+            self.line(f"const {self.d.long} {name}s = {self.fl}imin({start}, {last});")
+            with self.scope(f"for (int l = 0; l < {lanes}; ++l) {{", (v,), how=LANES):
+                self.line(f"const {self.d.long} {name} = {name}s + l;")
+                self.body(stage, {}, "l")
 
     def row_parts(self, stage: Sequence[Item], arrays: dict[str, str], lanes: int, lo: str, hi: str,
                   levels: Levels | None, length: Index | None = None) -> None:

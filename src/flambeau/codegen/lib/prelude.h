@@ -296,9 +296,22 @@ template <class T> FL_INLINE T lcm(T a, T b) {
 
 // ---- division of floats --------------------------------------------------------------------------------
 
-FL_INLINE double fmod(double a, double b) { return ::fmod(a, b); }
-
 #if FL_FMA
+// What is left of |a|, and how many |b| were taken away. A quotient below 2^50 is found by one division, at most one too
+// large (then what is left is negative), and the fused step rounds nothing. No answer where it is larger, or no number.
+FL_INLINE bool divided(double a, double b, double& whole, double& left) {
+  const double x = __builtin_fabs(a), y = __builtin_fabs(b);
+  whole = __builtin_trunc(x / y);
+  left = whole == 0 ? x : madd(-whole, y, x);  // an infinite b leaves a
+  return __builtin_expect(whole < 0x1p50, 1);
+}
+
+FL_INLINE double fmod(double a, double b) {
+  double whole, left;
+  if (!divided(a, b, whole, left)) return ::fmod(a, b);
+  return __builtin_copysign(left < 0 ? left + __builtin_fabs(b) : left, a);
+}
+
 // Exact, as fmod must be. Each step takes away a multiple of b that leaves less than 2^-50 of the dividend;
 // the difference has few enough bits to be a double, so the fused step rounds nothing. The exponents of two
 // floats differ by at most 277, hence six steps.
@@ -312,13 +325,14 @@ FL_INLINE float fmod(float a, float b) {
   return __builtin_copysignf(unchanged ? a : float(left), a);
 }
 #else
+FL_INLINE double fmod(double a, double b) { return ::fmod(a, b); }
 FL_INLINE float fmod(float a, float b) { return ::fmodf(a, b); }
 #endif
 
 // torch.remainder: the sign of the divisor.
 template <class T> FL_INLINE T remainder_of(T a, T b) {
   const T r = fmod(a, b);
-  return (r != 0) & ((b < 0) != (r < 0)) ? r + b : r;
+  return choose((r != 0) & ((b < 0) != (r < 0)), r + b, r);  // nobody foresees signs: no branch
 }
 FL_INLINE float remainder(float a, float b) { return remainder_of(a, b); }
 FL_INLINE double remainder(double a, double b) { return remainder_of(a, b); }
@@ -327,15 +341,22 @@ FL_INLINE double remainder(double a, double b) { return remainder_of(a, b); }
 // integer; x // 0 is x / 0, and a zero has the sign of the true quotient.
 template <class T> FL_INLINE T floordiv_of(T a, T b) {
   const T r = fmod(a, b);
-  T q = (a - r) / b;
-  q = (r != 0) & ((b < 0) != (r < 0)) ? q - 1 : q;
-  const T below = floor(q);
-  T result = q - below > T(0.5) ? below + 1 : below;
-  result = q == 0 ? copysign(T(0), a / b) : result;
-  return b == 0 ? a / b : result;
+  const T near = (a - r) / b, q = choose((r != 0) & ((b < 0) != (r < 0)), near - 1, near);
+  const T below = floor(q), result = choose(q - below > T(0.5), below + 1, below);
+  return choose(b == 0, a / b, choose(q == 0, copysign(T(0), a / b), result));
 }
 FL_INLINE float floordiv(float a, float b) { return floordiv_of(a, b); }
-FL_INLINE double floordiv(double a, double b) { return floordiv_of(a, b); }
+FL_INLINE double floordiv(double a, double b) {
+#if FL_FMA
+  double whole, left;
+  if (divided(a, b, whole, left)) {
+    const bool apart = signbit(a) != signbit(b);
+    const double below = whole - double(left < 0) + double(apart & (left != 0));
+    return choose(apart, -below, below);
+  }
+#endif
+  return floordiv_of(a, b);
+}
 
 // ---- random bits ---------------------------------------------------------------------------------------
 

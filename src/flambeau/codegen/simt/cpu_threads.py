@@ -104,7 +104,8 @@ class ThreadStart(Threads, ScatterWriter):
 
 
 LOOPS: dict[str, type[ThreadMap | ThreadRows | ThreadColumns]] = {
-    **dict.fromkeys(("points", "lines", "chunks", "tiles"), ThreadMap), "rows": ThreadRows, "columns": ThreadColumns}
+    **dict.fromkeys(("points", "lines", "chunks", "tiles", "flat tiles"), ThreadMap),
+    "rows": ThreadRows, "columns": ThreadColumns}
 
 
 class ThreadBlocks(SimtWriter, Blocks):

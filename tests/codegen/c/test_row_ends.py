@@ -1,0 +1,75 @@
+"""Ends of rows go in vectors: reductions in fewer lanes, maps in a last whole step that ends where the row does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flambeau.debug
+
+LENGTHS = (1, 3, 8, 15, 16, 17, 31, 47, 55, 64, 129)
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:]).exp()
+
+
+def total(x: Tensor) -> Tensor:
+    return x.exp().sum(-1)
+
+
+def softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1).tanh()
+
+
+def compiled(fn: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> tuple[Tensor, str]:
+    """What it computes, and the text of its kernels."""
+    torch.compiler.reset()
+    with flambeau.debug.collect() as graphs:
+        got = torch.compile(fn, backend="flambeau", **options)(x)
+    return got, "".join(str(getattr(t, "text", t)) for g in graphs for t in g.texts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("fn", [norm, total, softmax])
+def test_rows_of_any_length(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """The text for any length, and that for one, which are cut at other places."""
+    run = torch.compile(fn, backend="flambeau", dynamic=True)
+    for n in LENGTHS:
+        x = torch.randn(37, n).to(dtype)
+        x[3] = 40.0  # rows of one value
+        exact = fn(x.double())
+        room = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+        if dtype is torch.float64:
+            room = {"rtol": 1e-12, "atol": 1e-13}
+        elif dtype is torch.float32:
+            room = {"rtol": 3e-5, "atol": 3e-6}
+        torch.testing.assert_close(run(x).double(), exact, **room, equal_nan=True)
+    x = torch.randn(37, 55).to(dtype)
+    torch.testing.assert_close(compiled(fn, x)[0].double(), fn(x.double()), **room)
+
+
+def test_the_last_step_ends_where_the_row_does() -> None:
+    _, text = compiled(norm, torch.randn(40, 55))
+    assert "fl::imin(" in text and ", 39)" in text  # 55 - 16
+    _, text = compiled(norm, torch.randn(40, 64))
+    assert ", 48)" not in text
+
+
+def test_an_end_of_unknown_length_goes_in_fewer_lanes() -> None:
+    _, text = compiled(total, torch.randn(40, 55), dynamic=True)
+    assert all(f"l < {few};" in text for few in (16, 8, 4))
+
+
+def test_choices_between_library_functions_have_no_branch() -> None:
+    """A compiler calls what is chosen in a branch one by one; our own functions of float32 it makes vectors of."""
+    def either(x: Tensor) -> Tensor:
+        return torch.where(x > 0, x.exp(), x.tanh())
+
+    assert "fl::choose(" in compiled(either, torch.randn(500, dtype=torch.float64))[1]
+    assert "fl::choose(" not in compiled(either, torch.randn(500))[1]
