@@ -326,7 +326,7 @@ class RowLoops(Rows, PointLoops):
                 self.line(f"const {self.d.types[dtype]} {other} = {self.d.across.format(slot, 'h')};")
             self.combine_into(c, slots, others)
         if self.wide == 1:
-            self.assign(slots, [self.d.first.format(slot) for slot in slots])
+            self.assign(slots, [self.d.of_one.format(slot, 0) for slot in slots])
         return slots
 
     def fold(self, c: Combine, arrays: Sequence[str], left: str, fan: int) -> None:
