@@ -24,7 +24,7 @@ from math import prod
 
 from flambeau.codegen.simt.columns import ColumnLoops
 from flambeau.codegen.simt.contraction_tiles import Tiles
-from flambeau.codegen.simt.dialect import Shape, SimtDialect, SimtWriter
+from flambeau.codegen.simt.dialect import LaunchDraft, Shape, SimtDialect
 from flambeau.codegen.simt.kernel import write_points
 from flambeau.codegen.simt.points import PointLoops, Points, PointScan, PointStart
 from flambeau.codegen.simt.rows import RowLoops, outside
@@ -105,10 +105,8 @@ def costs(kernel: Kernel, language: type[SimtDialect], shape: Shape, own: Collec
     typical = dict(getattr(kernel, "typical", ()))
     out = []
     for draft in drafts:
-        items = draft.items if isinstance(draft.items, Index) else as_index(1)
-        m = Model(kernel, draft.writer, draft.group, typical, own)
-        out.append(Cost(m.must(), m.moved(), m.passes(), -(-about(items, typical, UNKNOWN) // draft.group), draft.group,
-                        m.local(), m.alone()))
+        m = Model(kernel, draft, typical, own)
+        out.append(Cost(m.must(), m.moved(), m.passes(), m.groups, m.group, m.local(), m.alone()))
     return out
 
 
@@ -170,9 +168,10 @@ def places(at: Index) -> set[Dyn]:
 
 
 class Model:
-    def __init__(self, kernel: Kernel, writer: SimtWriter, group: int, typical: Mapping[Sym, int],
-                 own: Collection[str]) -> None:
-        self.k, self.w, self.group, self.typical, self.own = kernel, writer, group, typical, own
+    def __init__(self, kernel: Kernel, draft: LaunchDraft, typical: Mapping[Sym, int], own: Collection[str]) -> None:
+        self.k, self.w, self.typical, self.own = kernel, draft.writer, typical, own
+        self.group = draft.group
+        self.groups = -(-self.about(draft.items if isinstance(draft.items, Index) else as_index(1)) // draft.group)
         self.given = {e.attr[0] for e in loads(*kernel.everything())}  # what it reads that it did not write itself
         self.itemsizes = {p.name: p.dtype.itemsize for p in kernel.params}
         self.mapping: dict[Sym, Index] = {s: as_index(n) for s, n in typical.items()}
@@ -310,13 +309,12 @@ class Model:
         names = {n for i in stage for n in i.names}
         moved = [*again, *(self.access(name, at) for name, at in k.stores if name in names)]
         each = self.of_a_group(moved)
-        groups = min(-(-self.about(volume(k.outer)) // w.wide), self.at_once)
-        return CACHE / max(each * groups, 1)
+        return CACHE / max(each * self.at_once, 1)
 
     @cached_property
     def at_once(self) -> int:
         """Groups that run at once."""
-        return max(POINTS.groups, CORES * CORE_THREADS // self.group)
+        return min(self.groups, max(POINTS.groups, CORES * CORE_THREADS // self.group))
 
     def not_just_read(self, found: Sequence[Access], rows: Sequence[Access]) -> list[Access]:
         """Without what lies in or beside the rows that a group reads at that time, if a cache holds those."""

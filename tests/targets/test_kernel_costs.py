@@ -33,7 +33,7 @@ def kernel_of(make: Callable[..., Sequence[Value]], *inputs: torch.Tensor) -> Ke
 
 def model_of(kernel: Kernel) -> Model:
     draft, = write_points(Metal(), kernel, SHAPE)
-    return Model(kernel, draft.writer, draft.group, {}, ())
+    return Model(kernel, draft, {}, ())
 
 
 def lines_of(m: Model, a: Access, names: Sequence[str]) -> np.ndarray:
