@@ -200,6 +200,12 @@ class Model:
             rest = [(v, 1) for v in k.batch if v not in dict(side_by_side)]
             return [*((v, n, False) for v, n in (*side_by_side, *rest, *sides)), *((v, 1, False) for v in k.depth),
                     *((v, n, True) for v, n in (*side_by_side, *sides))]
+        if isinstance(w, Transpose):
+            both = ((w.along, w.long), (w.across, w.high))
+            rows = self.spread(w.bands.outer, w.bands.rows) if w.bands else []
+            return [*((v, n, False) for v, n in rows), *((v, 1, False) for v in w.apart if v not in dict(rows)),
+                    *((v, n, False) for v, n in both), *((v, n, True) for v, n in rows),
+                    *((v, 1, False) for v in w.beside), *((v, n, True) for v, n in both)]
         if isinstance(w, Points) and w.bands is not None:
             rows, row = self.spread(w.bands.outer, w.bands.rows), self.spread(w.bands.inner, w.bands.chunk)
             along = [(v, 1, False) for v in (k.inner if isinstance(k, LoopKernel) else
@@ -212,12 +218,6 @@ class Model:
         if isinstance(k, ScatterKernel):
             return [(v, 1, False) for v in (k.out_vars if isinstance(w, PointStart) else k.vars)]
         inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
-        if isinstance(w, Transpose):
-            both = ((w.along, w.long), (w.across, w.high))
-            rows = self.spread(w.bands.outer, w.bands.rows) if w.bands else []
-            return [*((v, n, False) for v, n in rows), *((v, 1, False) for v in w.apart if v not in dict(rows)),
-                    *((v, n, False) for v, n in both), *((v, n, True) for v, n in rows),
-                    *((v, 1, False) for v in w.beside), *((v, n, True) for v, n in both)]
         if isinstance(w, RowLoops) and not isinstance(w, ColumnLoops) or not k.outer:
             return [(v, 1, False) for v in (*k.outer, *inner)]
         # Neighbours go through their inner points side by side.
