@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,12 +16,17 @@ from codegen.c.test_loops import softmax, sums, swapped
 from codegen.programs import graph_of
 from flambeau.codegen.simt.kernel import write_points
 from flambeau.codegen.simt.metal import SHAPE, Metal, capabilities
+from flambeau.codegen.simt.points import Points
 from flambeau.ir import build
+from flambeau.ir.expr import loads
 from flambeau.ir.nodes import Value
-from flambeau.ir.program import Form, Kernel
+from flambeau.ir.program import Form, Kernel, LoopKernel
 from flambeau.schedule.plan import schedule
+from flambeau.targets.base import get_target
+from flambeau.targets.metal.mac import MacLaunch, MacLibrary
 from targets import kernel_costs
 from targets.kernel_costs import LINE, Access, Model
+from targets.metal_shader import compile_shader
 
 MACHINE = capabilities("metal")
 
@@ -49,21 +55,24 @@ def lines_of(m: Model, a: Access, names: Sequence[str]) -> np.ndarray:
 
 
 def simulated(m: Model, passes: Sequence[Sequence[Access]]) -> int:
-    """Bytes that come into a cache, which keeps what was used last. Groups that run at once begin a pass when all of
-    them are done with the one before."""
-    cache: OrderedDict[int, None] = OrderedDict()
-    moved, room = 0, kernel_costs.CACHE // LINE
+    """Bytes that come into a cache. Groups that run at once begin a pass when all of them are done with the one
+    before."""
     names = sorted({a.name for accesses in passes for a in accesses})
     every = [np.stack([lines_of(m, a, names) for a in accesses], -1) for accesses in passes]
-    for first in range(0, len(every[0]), m.at_once):
-        for lines in every:
-            flat = lines[first:first + m.at_once].reshape(-1)
-            for line in flat[np.append(True, flat[1:] != flat[:-1])].tolist():
-                moved += LINE * (line not in cache)
-                cache[line] = None
-                cache.move_to_end(line)
-                if len(cache) > room:
-                    cache.popitem(last=False)
+    return cached(np.concatenate([lines[first:first + m.at_once].reshape(-1)
+                                  for first in range(0, len(every[0]), m.at_once) for lines in every]))
+
+
+def cached(lines: np.ndarray) -> int:
+    """Bytes of lines that come into a cache, which keeps what was used last."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    moved, room = 0, kernel_costs.CACHE // LINE
+    for line in lines[np.append(True, lines[1:] != lines[:-1])].tolist():
+        moved += LINE * (line not in cache)
+        cache[line] = None
+        cache.move_to_end(line)
+        if len(cache) > room:
+            cache.popitem(last=False)
     return moved
 
 
@@ -104,3 +113,46 @@ def test_the_model_says_what_a_cache_does(case: str, monkeypatch: pytest.MonkeyP
     reads = [accesses for accesses, _ in m.reads() if accesses]
     moved = simulated(m, [*reads[:-1], [*reads[-1], *m.writes]])
     assert abs(m.moved() / moved - 1) < 0.02 and (m.moved() > 1.2 * m.must()) == case.endswith("lost")
+
+
+def with_third(x: Value, y: Value, z: Value) -> list[Value]:
+    return [build.pointwise(x.shape, lambda i: x.load(i) * y.load((i[2], i[1])) * z.load(i[1:]))]
+
+
+# Maps whose groups come in an order of their own, and the form of their loops.
+ORDERS: dict[str, tuple[Callable[..., Sequence[Value]], tuple[torch.Tensor, ...], str]] = {
+    "by points in bands": (both_ways, (torch.empty(90, 9000), torch.empty(9000, 90)), "points"),
+    "what all rows read in bands": (added, (torch.empty(9, 300_000), torch.empty(300_000)), "points"),
+    "by tiles": (both_ways, (torch.empty(700, 1500), torch.empty(1500, 700)), "transpose"),
+    "by tiles in bands": (with_third, (torch.empty(9, 700, 300), torch.empty(300, 700), torch.empty(700, 300)),
+                          "transpose"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ORDERS)
+def test_groups_come_as_the_model_says(case: str) -> None:
+    """Each writes its number. What a cache does with them one after the other is what the model says."""
+    make, inputs, form = ORDERS[case]
+    kernel = replace(kernel_of(make, *inputs), form=Form(form))
+    assert isinstance(kernel, LoopKernel)
+    m = model_of(kernel)
+    source = get_target("metal").render(kernel, "order")
+    text, count = re.subn(r"^( *p\d+\[.*\] = ).*;$", r"\1(float)fl_group;", source.text, flags=re.MULTILINE)
+    assert count == 1
+    shape = [s.size.const for s in kernel.outer]
+    tensors = [torch.zeros(prod(shape) if p.written else 1 << 22) for p in kernel.params]
+    launched = MacLibrary([replace(source, text=text)], compile_shader).launch("order")
+    assert isinstance(launched, MacLaunch)
+    launched.run([(t, 0) for t in tensors], [])
+    grid = np.stack(np.unravel_index(np.arange(prod(shape)), shape))
+    places = [(e.attr[0], e.attr[1][0]) for e in loads(*kernel.everything())] + [*kernel.stores]
+    names = sorted({name for name, _ in places})
+    at = {name: sum(at.coefficient(s).const * n for s, n in zip(kernel.outer, grid, strict=True)) + at.const
+          for name, at in places}
+    out = next(t for t, p in zip(tensors, kernel.params, strict=True) if p.written).numpy()
+    order = np.lexsort((at[kernel.stores[0][0]], out[at[kernel.stores[0][0]]]))
+    lines = np.stack([at[name][order] * 4 // LINE * len(names) + names.index(name) for name in names], 1)
+    moved = cached(lines.reshape(-1))
+    assert isinstance(m.w, Points) and (m.w.bands is not None) == case.endswith("in bands")
+    assert abs(m.moved() / moved - 1) < 0.02

@@ -86,7 +86,7 @@ class Rows(Several):
         row, start = self.fresh("row"), self.first_point(vars, 1)
         self.line(f"const int {self.me} = {self.d.lane};")
         self.line(f"const {self.d.long} {row} = {start};")
-        with self.scope(f"if ({row} < {self.index(volume(vars))}) {{" if self.bands else "{", vars) as s:
+        with self.scope(f"if ({row} < {self.until}) {{" if self.bands else "{", vars) as s:
             self.decompose(row, vars)
             yield s
 
