@@ -59,12 +59,20 @@ def is_line(address: Index, v: Sym, lanes: int) -> bool:
 
 def apart(address: Index, itemsize: int, loops: Collection[Sym], most: int) -> int:
     """How many bytes, `most` of them at most, each point of these loops touches beside those of the last. Where nothing
-    but data or quotients lead, it counts as the next element."""
+    but data or quotients lead, it counts as the next element, or the next row if they count rows."""
     address = unclamped(address)
     straight = Index(tuple((m, c) for m, c in address.terms if all(isinstance(a, Sym) for a in m)), 0)
-    found = [(address.coefficient(v), straight.coefficient(v)) for v in loops]
-    steps = [step if step is not None else ONE if c is None or c is ZERO else c
-             for step, c in found if step is not ZERO]
+
+    def step(v: Sym) -> Index:
+        if (whole := address.coefficient(v)) is not None:
+            return whole
+        if (direct := straight.coefficient(v)) is not None and direct is not ZERO:
+            return direct
+        rows = [Index(((tuple(b for b in m if b is not a), c),), 0) if len(m) > 1 else as_index(c)
+                for m, c in address.terms for a in m if isinstance(a, Op) and v in a.symbols()]
+        return min(rows, key=lambda c: abs(c.const) if c.is_const else most, default=ONE)
+
+    steps = [c for v in loops if (c := step(v)) is not ZERO]
     return min(min((abs(c.const) if c.is_const else most for c in steps), default=0) * itemsize, most)
 
 
