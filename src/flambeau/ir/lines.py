@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 
 from .expr import Expr, loads, walk
-from .index import ONE, ZERO, Index, Op, Sym, as_index, walks_as_one
+from .index import ONE, ZERO, Dyn, Index, Op, Sym, as_index, walks_as_one
 
 LINE = 64  # elements next to each other that are as good as any more
 
@@ -69,7 +69,7 @@ def apart(address: Index, itemsize: int, loops: Collection[Sym], most: int) -> i
         if (direct := straight.coefficient(v)) is not None and direct is not ZERO:
             return direct
         rows = [Index(((tuple(b for b in m if b is not a), c),), 0) if len(m) > 1 else as_index(c)
-                for m, c in address.terms for a in m if isinstance(a, Op) and v in a.symbols()]
+                for m, c in address.terms for a in m if isinstance(a, Op | Dyn) and v in a.symbols()]
         return min(rows, key=lambda c: abs(c.const) if c.is_const else most, default=ONE)
 
     steps = [c for v in loops if (c := step(v)) is not ZERO]
