@@ -4,10 +4,13 @@
     cost.moved / cost.must        # 1.0: each byte that must move does so once
 
 The model. Memory moves lines. The points of a kernel come in the order of its groups; what is touched again is still
-there if what was touched in between fits into a cache (`CACHE`), and is moved again otherwise. Between passes of a
-kernel over its rows nothing is counted as cached but what was read last, where a pass goes the other way. What
-work-items hold in registers is read once, and so is what lies in a line that the row itself reads before or after it.
-Data decide where a gather reads: it counts as if each row were read once. What is masked out counts as read.
+there if what was touched in between fits into a cache (`CACHE`), and is moved again otherwise. Groups that run at once
+(`at_once`) share the cache, and go on at about the same speed. Between passes of a kernel over its rows the cache holds
+rows that are so short that those of all groups fit, and of longer ones what was read last, where a pass goes the other
+way. What work-items hold in registers is read once, and so is what lies in a line that the row itself reads before or
+after it. Data decide where a gather reads: it counts as if each row were read once. What is masked out counts as read.
+
+What must move is each byte once; of a product of matrices, what no order of its steps can do without (`factors`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from math import prod
 
 from flambeau.codegen.simt.columns import ColumnLoops
 from flambeau.codegen.simt.contraction_tiles import Tiles
-from flambeau.codegen.simt.dialect import Shape, SimtDialect, SimtWriter
+from flambeau.codegen.simt.dialect import LaunchDraft, Shape, SimtDialect
 from flambeau.codegen.simt.kernel import write_points
 from flambeau.codegen.simt.points import PointLoops, Points, PointScan, PointStart
 from flambeau.codegen.simt.rows import RowLoops, outside
@@ -50,7 +53,7 @@ from flambeau.ir.tuning import POINTS
 LINE = POINTS.line_bytes
 LARGE = 1 << 62
 CACHE = 768 << 10  # bytes: the second level of the smallest of Apple's desktop GPUs
-CORE_THREADS, CORE_LOCAL = 1024, 32 << 10  # what a core holds at least
+CORES, CORE_THREADS, CORE_LOCAL = 8, 1024, 32 << 10  # of the smallest; what a core holds at least
 BOUNDS: dict[str, Callable[[int], tuple[int, int]]] = {  # of an index: the first, and behind the last
     "lt": lambda n: (0, n), "le": lambda n: (0, n + 1), "ge": lambda n: (n, LARGE), "gt": lambda n: (n + 1, LARGE),
     "eq": lambda n: (n, n + 1)}
@@ -102,10 +105,8 @@ def costs(kernel: Kernel, language: type[SimtDialect], shape: Shape, own: Collec
     typical = dict(getattr(kernel, "typical", ()))
     out = []
     for draft in drafts:
-        items = draft.items if isinstance(draft.items, Index) else as_index(1)
-        m = Model(kernel, draft.writer, typical, own)
-        out.append(Cost(m.must(), m.moved(), m.passes(), -(-about(items, typical, UNKNOWN) // draft.group), draft.group,
-                        m.local(), m.alone()))
+        m = Model(kernel, draft, typical, own)
+        out.append(Cost(m.must(), m.moved(), m.passes(), m.groups, m.group, m.local(), m.alone()))
     return out
 
 
@@ -167,8 +168,10 @@ def places(at: Index) -> set[Dyn]:
 
 
 class Model:
-    def __init__(self, kernel: Kernel, writer: SimtWriter, typical: Mapping[Sym, int], own: Collection[str]) -> None:
-        self.k, self.w, self.typical, self.own = kernel, writer, typical, own
+    def __init__(self, kernel: Kernel, draft: LaunchDraft, typical: Mapping[Sym, int], own: Collection[str]) -> None:
+        self.k, self.w, self.typical, self.own = kernel, draft.writer, typical, own
+        self.group = draft.group
+        self.groups = -(-self.about(draft.items if isinstance(draft.items, Index) else as_index(1)) // draft.group)
         self.given = {e.attr[0] for e in loads(*kernel.everything())}  # what it reads that it did not write itself
         self.itemsizes = {p.name: p.dtype.itemsize for p in kernel.params}
         self.mapping: dict[Sym, Index] = {s: as_index(n) for s, n in typical.items()}
@@ -197,24 +200,24 @@ class Model:
             rest = [(v, 1) for v in k.batch if v not in dict(side_by_side)]
             return [*((v, n, False) for v, n in (*side_by_side, *rest, *sides)), *((v, 1, False) for v in k.depth),
                     *((v, n, True) for v, n in (*side_by_side, *sides))]
-        if isinstance(w, Points) and w.bands is not None:
-            rows, row = self.spread(w.bands.outer, w.bands.rows), self.spread(w.bands.inner, w.bands.chunk)
-            along = [(v, 1, False) for v in (k.inner if isinstance(k, LoopKernel) else
-                                             (k.axis,) if isinstance(k, ScanKernel) else ())]
-            beside = [(v, n, True) for v, n in rows]
-            # Groups that run at once go through their rows or columns together.
-            together = isinstance(w, ColumnLoops) or isinstance(w, RowLoops) and w.bands.rows <= POINTS.groups
-            within = [*along, *beside] if together else [*beside, *along]
-            return [*((v, n, False) for v, n in (*rows, *row)), *within, *((v, n, True) for v, n in row)]
-        if isinstance(k, ScatterKernel):
-            return [(v, 1, False) for v in (k.out_vars if isinstance(w, PointStart) else k.vars)]
-        inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
         if isinstance(w, Transpose):
             both = ((w.along, w.long), (w.across, w.high))
             rows = self.spread(w.bands.outer, w.bands.rows) if w.bands else []
             return [*((v, n, False) for v, n in rows), *((v, 1, False) for v in w.apart if v not in dict(rows)),
                     *((v, n, False) for v, n in both), *((v, n, True) for v, n in rows),
                     *((v, 1, False) for v in w.beside), *((v, n, True) for v, n in both)]
+        if isinstance(w, Points) and w.bands is not None:
+            rows, row = self.spread(w.bands.outer, w.bands.rows), self.spread(w.bands.inner, w.bands.chunk)
+            along = [(v, 1, False) for v in (k.inner if isinstance(k, LoopKernel) else
+                                             (k.axis,) if isinstance(k, ScanKernel) else ())]
+            beside = [(v, n, True) for v, n in rows]
+            # Groups that run at once go through their rows or columns together.
+            together = isinstance(w, RowLoops) and w.bands.rows <= CORES * CORE_THREADS // self.group
+            within = [*along, *beside] if together else [*beside, *along]
+            return [*((v, n, False) for v, n in (*rows, *row)), *within, *((v, n, True) for v, n in row)]
+        if isinstance(k, ScatterKernel):
+            return [(v, 1, False) for v in (k.out_vars if isinstance(w, PointStart) else k.vars)]
+        inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
         if isinstance(w, RowLoops) and not isinstance(w, ColumnLoops) or not k.outer:
             return [(v, 1, False) for v in (*k.outer, *inner)]
         # Neighbours go through their inner points side by side.
@@ -305,13 +308,17 @@ class Model:
             return 0.0
         names = {n for i in stage for n in i.names}
         moved = [*again, *(self.access(name, at) for name, at in k.stores if name in names)]
-        each = sum(a.touches(s for s in self.around(a) if s not in self.outer) for a in moved)
-        groups = min(-(-self.about(volume(k.outer)) // w.wide), POINTS.groups)
-        return CACHE / max(each * groups, 1)
+        each = self.of_a_group(moved)
+        return CACHE / max(each * self.at_once, 1)
+
+    @cached_property
+    def at_once(self) -> int:
+        """Groups that run at once."""
+        return min(self.groups, max(POINTS.groups, CORES * CORE_THREADS // self.group))
 
     def not_just_read(self, found: Sequence[Access], rows: Sequence[Access]) -> list[Access]:
         """Without what lies in or beside the rows that a group reads at that time, if a cache holds those."""
-        if sum(b.touches(s for s in self.around(b) if s not in self.outer) for b in rows) > CACHE:
+        if self.of_a_group(rows) * self.at_once > CACHE:
             return [*found]
         return [a for a in found if not any(a.name == b.name and a.is_beside(b, self.outer) for b in rows)]
 
@@ -338,12 +345,12 @@ class Model:
     def every_read(self) -> list[tuple[list[Access], float]]:
         found = [(r, share) for r, share in self.reads() if r and share]
         every = dict.fromkeys(a for r, _ in found for a in r)
-        return [([*every], 1.0)] if len(found) > 1 and self.held_by_a_cache(every) else found
+        held = isinstance(self.k, LoopKernel) and self.of_a_group([*every, *self.writes]) * self.at_once <= CACHE
+        return [([*every], 1.0)] if len(found) > 1 and held else found
 
-    def held_by_a_cache(self, found: Iterable[Access]) -> bool:
-        """Whether a group finds what it read before, beside the others that run."""
-        each = sum(a.touches(s for s in self.around(a) if s not in self.outer) for a in found)
-        return isinstance(self.k, LoopKernel) and each * POINTS.groups <= CACHE
+    def of_a_group(self, found: Iterable[Access]) -> int:
+        """Bytes of all that a group touches."""
+        return sum(a.touches(s for s in self.around(a) if s not in self.outer) for a in found)
 
     @cached_property
     def writes(self) -> list[Access]:
@@ -363,13 +370,18 @@ class Model:
         writes = self.once(a for a in self.writes if a.name not in self.own)
         if not isinstance(self.k, ContractKernel):
             return self.once(every) + writes
-        # No order of products reads less of its factors, with a cache of so many elements (Hong and Kung, 1981). Where
-        # windows overlap, an element is in so many more products (Demmel and Dinh, 2018).
-        k, size = self.k, self.k.left.dtype.itemsize
+        return max(self.once(a for a in every if not a.ends), self.factors()) + writes + \
+            self.once(a for a in every if a.ends)
+
+    def factors(self) -> int:
+        """No order of products reads less of its factors, with a cache of so many elements (Hong and Kung, 1981; with
+        these constants Smith and van de Geijn, 2017). Where windows overlap, an element is in so many more products
+        (Demmel and Dinh, 2018)."""
+        assert isinstance(k := self.k, ContractKernel)
+        size = k.left.dtype.itemsize
         products = prod(self.about(volume(v)) for v in (k.batch, k.rows, k.columns, k.depth))
         windows = max((self.overlap(e.attr[1][0]) for e in loads(k.left, k.right)), default=1.0)
-        least = int(2 * products * size / float(CACHE / size * windows) ** 0.5)
-        return max(self.once(a for a in every if not a.ends), least) + self.once(a for a in every if a.ends) + writes
+        return int(2 * products * size / float(CACHE / size * windows) ** 0.5) - 2 * CACHE
 
     def overlap(self, at: Index) -> float:
         """In how many windows an element is, about."""
@@ -393,12 +405,15 @@ class Model:
         return round(total)
 
     def moved(self) -> int:
-        reads = sum(round(self.traffic(r) * share) for r, share in self.every_read)
-        return reads + self.traffic(self.joins()) + self.traffic(self.writes)
+        *_, (last, _) = [((), 1.0), *self.every_read]
+        written = [a for a in self.writes if not a.ends]  # what comes at the end of a row takes no room before
+        reads = sum(round(self.traffic(r, written) * share) for r, share in self.every_read)
+        return reads + self.traffic(self.joins()) + self.traffic(self.writes, last)
 
-    def traffic(self, found: Sequence[Access]) -> int:
-        """Bytes of one pass: what is touched again after more than the cache holds is moved again."""
-        total, around = 0.0, self.uncached(found)
+    def traffic(self, found: Sequence[Access], beside: Sequence[Access] = ()) -> int:
+        """Bytes of one pass: what is touched again after more than the cache holds is moved again. What is moved
+        `beside` it takes room there, too."""
+        total, around = 0.0, self.uncached([*found, *beside])
         seen: dict[tuple[str, tuple[Index | None, ...]], list[Access]] = {}
         for a in sorted(found, key=lambda a: -a.touches(self.around(a))):
             # Those that stay side by side from round to round share their lines, whatever they do in the cache.

@@ -34,13 +34,17 @@ Draw: TypeAlias = Callable[[], Inputs]
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """Far from zero, so that every rounding matters; the extremes of lines lie at their ends."""
+    """Far from zero, so that every rounding matters; the extremes of lines lie at their ends, and of some of them
+    anywhere."""
     x = torch.randn(shape) + 1000
     for d in range(x.ndim):
         line = x.movedim(d, 0)
         line[0].view(-1)[::2] += 100
         line[-1].view(-1)[::3] += 200
         line[line.shape[0] // 2].view(-1)[::5] -= 300
+        if x.ndim == 2:
+            others = torch.arange(1, line.shape[1], 7)
+            line[torch.randint(len(line), others.shape), others] += 300
     return x
 
 

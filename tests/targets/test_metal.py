@@ -217,6 +217,18 @@ def test_gradients(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b.to(dtype), **how)
 
 
+@pytest.mark.parametrize("length", [100, 3001, 9000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.bool])
+def test_scans_of_rows_are_those_of_simdgroups(dtype: torch.dtype, length: int) -> None:
+    f = lambda x: (x.cumsum(1), *x.cummax(1))  # noqa: E731
+    x = torch.randn(3, length).mul(9).to(dtype)
+    torch._dynamo.reset()
+    with texts_checked() as texts, config.override(graph_cache=False):
+        ours = torch.compile(f, backend="flambeau", options={"target": "metal-emulator"}, dynamic=False)(x)
+    torch.testing.assert_close(ours, f(x), rtol=1e-3, atol=1e-3)
+    assert texts and all("fl_of_one" in t and t.count("_barrier(") <= 4 for t in texts)
+
+
 def test_what_is_drawn_is_never_zero() -> None:
     draw = torch.compile(lambda x: torch.empty_like(x).exponential_(), backend="flambeau",
                          options={"target": "metal-emulator"})

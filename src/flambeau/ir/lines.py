@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 
 from .expr import Expr, loads, walk
-from .index import ONE, ZERO, Index, Op, Sym, as_index, walks_as_one
+from .index import ONE, ZERO, Dyn, Index, Op, Sym, as_index, walks_as_one
 
 LINE = 64  # elements; longer contiguous runs count no more
 
@@ -60,12 +60,21 @@ def is_line(address: Index, v: Sym, lanes: int) -> bool:
 
 def apart(address: Index, itemsize: int, loops: Collection[Sym], most: int) -> int:
     """Returns the distance in bytes, `most` at most, between the accesses of neighbouring points of these loops. An
-    address that depends on a loop only through data or quotients counts as the next element."""
+    address that depends on a loop only through data or quotients counts as the next element, or as the next row if
+    these count rows."""
     address = unclamped(address)
     straight = Index(tuple((m, c) for m, c in address.terms if all(isinstance(a, Sym) for a in m)), 0)
-    found = [(address.coefficient(v), straight.coefficient(v)) for v in loops]
-    steps = [step if step is not None else ONE if c is None or c is ZERO else c
-             for step, c in found if step is not ZERO]
+
+    def step(v: Sym) -> Index:
+        if (whole := address.coefficient(v)) is not None:
+            return whole
+        if (direct := straight.coefficient(v)) is not None and direct is not ZERO:
+            return direct
+        rows = [Index(((tuple(b for b in m if b is not a), c),), 0) if len(m) > 1 else as_index(c)
+                for m, c in address.terms for a in m if isinstance(a, Op | Dyn) and v in a.symbols()]
+        return min(rows, key=lambda c: abs(c.const) if c.is_const else most, default=ONE)
+
+    steps = [c for v in loops if (c := step(v)) is not ZERO]
     return min(min((abs(c.const) if c.is_const else most for c in steps), default=0) * itemsize, most)
 
 

@@ -168,14 +168,27 @@ def test_all_rows_that_lie_in_each_others_lines_come_side_by_side() -> None:
     assert points.ratio < 1.1
 
 
-def test_rows_that_share_lines_at_places_that_are_computed_come_side_by_side() -> None:
+@pytest.mark.parametrize(("length", "rows"), [(300_000, 4), (30_000, 500)])
+def test_rows_that_share_lines_at_places_that_are_computed_come_side_by_side(length: int, rows: int) -> None:
     def resized(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.interpolate(x, scale_factor=2.01, mode="linear")
 
-    x = torch.zeros(1, 300_000, 4).mT
-    (_, program), = programs("interpolate", lambda compile: compile(resized)(x))
+    with FakeTensorMode():
+        x = torch.empty(1, length, rows).mT
+        (_, program), = programs("interpolate", lambda compile: compile(resized)(x))
     (_, cost), = program_costs(program, Metal, SHAPE)
     assert cost.ratio < 1.1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_windows_of_rows_that_lie_in_each_others_lines(dynamic: bool) -> None:
+    """A channel's windows touch more lines than a cache holds, though its points are few."""
+    pooled = lambda x: torch.nn.functional.adaptive_max_pool2d(x, (48, 57), return_indices=True)  # noqa: E731
+    with FakeTensorMode():
+        x = torch.empty(106, 1, 151, 57, dtype=torch.bfloat16).permute(1, 3, 0, 2)
+        found = programs("pool", lambda compile: compile(pooled, dynamic=dynamic)(x))
+    every = [cost for _, program in found for _, cost in program_costs(program, Metal, SHAPE)]
+    assert every and all(cost.ratio < 1.1 for cost in every)
 
 
 def test_reductions_whose_results_lie_the_other_way_move_lines_once() -> None:

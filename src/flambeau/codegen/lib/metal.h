@@ -97,15 +97,17 @@ FL_INLINE float fl_erfc_f(float x) {
 
 // ---- threads in step -----------------------------------------------------------------------------------
 
-// What the thread has whose number differs in these bits, and what the first one has: of 64 bits word by word.
+// What the thread has whose number differs in these bits, and what the one of this number has: of 64 bits word by word.
 #define FL_EXCHANGE(T, narrow)                                                                             \
   FL_INLINE T fl_across(T x, int bits) { return (T)simd_shuffle_xor((narrow)x, (ushort)bits); }            \
-  FL_INLINE T fl_first(T x) { return (T)simd_shuffle((narrow)x, (ushort)0); }
+  FL_INLINE T fl_of_one(T x, int lane) { return (T)simd_shuffle((narrow)x, (ushort)lane); }
 #define FL_EXCHANGE_WIDE(T)                                                                                \
   FL_INLINE T fl_across(T x, int bits) {                                                                   \
     return (T)((ulong)fl_across((uint)((ulong)x >> 32), bits) << 32 | fl_across((uint)x, bits));           \
   }                                                                                                        \
-  FL_INLINE T fl_first(T x) { return (T)((ulong)fl_first((uint)((ulong)x >> 32)) << 32 | fl_first((uint)x)); }
+  FL_INLINE T fl_of_one(T x, int lane) {                                                                   \
+    return (T)((ulong)fl_of_one((uint)((ulong)x >> 32), lane) << 32 | fl_of_one((uint)x, lane));           \
+  }
 FL_EXCHANGE(float, float) FL_EXCHANGE(int, int) FL_EXCHANGE(uint, uint) FL_EXCHANGE(bool, uint) FL_EXCHANGE(short, int)
 FL_EXCHANGE(ushort, uint) FL_EXCHANGE(char, int) FL_EXCHANGE(uchar, uint) FL_EXCHANGE_WIDE(long) FL_EXCHANGE_WIDE(ulong)
 

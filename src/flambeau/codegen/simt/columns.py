@@ -69,13 +69,13 @@ class ColumnLoops(RowLoops):
 
     @contextmanager
     def groups(self, vars: Sequence[Sym]) -> Iterator[Scope]:
-        long, count, start = self.d.long, self.index(self.points_in_all), self.first_point(vars, self.wide)
+        long, start = self.d.long, self.first_point(vars, self.wide)
         self.line(f"const int {self.me} = {self.d.lane};")
         self.line(f"const {long} column = {start} + {self.me} % {self.wide};")
         with self.scope("{", vars) as s:
             # Work-items beyond the last column go along with it, and store nothing.
-            self.decompose("column" if self.is_even() else self.d.minimum.format("column", f"({long})({count} - 1)"),
-                           vars)
+            last = self.d.minimum.format("column", f"({long})({self.until} - 1)")
+            self.decompose("column" if self.is_even() else last, vars)
             yield s
 
     def is_even(self) -> bool:
@@ -86,7 +86,7 @@ class ColumnLoops(RowLoops):
             super().flush(names, base)
 
     def inside(self) -> str:
-        return f"column < {self.index(self.points_in_all)}"
+        return f"column < {self.until}"
 
     def first(self) -> str:
         return f"{self.me} < {self.wide}" if self.is_even() else f"{self.me} < {self.wide} && {self.inside()}"

@@ -83,10 +83,10 @@ class SimtDialect(CLike):
     group: ClassVar[str]  # which group
     minimum: ClassVar[str]  # of two indices of one type
     # Work-items in step, where a language has them: how many, what another one has whose number differs in these bits,
-    # what the first one has.
+    # what the one of this number has.
     step: ClassVar[int] = 0
     across: ClassVar[str] = ""
-    first: ClassVar[str] = ""
+    of_one: ClassVar[str] = ""
     matrices: ClassVar[Matrices | None] = None
 
     def __init__(self, narrow: bool = False, bounded: bool = False) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flambeau.ir.expr import loads
-from flambeau.ir.index import ONE, Index, Sym, ceildiv, maximum, volume
+from flambeau.ir.expr import loads, walk
+from flambeau.ir.index import ONE, Index, Sym, as_index, ceildiv, maximum, volume
 from flambeau.ir.lines import apart, extent, reached
 from flambeau.ir.program import ContractKernel, Kernel, LoopKernel, ScanKernel, ScatterKernel
 from flambeau.ir.tuning import POINTS
@@ -43,9 +43,16 @@ class Bands:
                f"{group} % {size} / {self.rows}"
 
 
-def touches(k: Kernel, address: Index, itemsize: int, row: set[Sym]) -> int:
+def windows(k: Kernel) -> dict[Sym, int]:
+    """How many places the windows of a kernel have, at a point in the middle."""
+    found = {v: hi - lo for e in walk(*k.everything()) if e.op == "fold" for v, lo, hi in e.attr.loops}
+    middle = {s: as_index(k.about(s.size, 2) // 2) for n in found.values() for s in n.symbols() if s.extent is not None}
+    return {v: max(k.about(n.subs(middle), 1), 1) for v, n in found.items()}
+
+
+def touches(address: Index, itemsize: int, row: set[Sym], size: Callable[[Sym], int]) -> int:
     """Bytes of lines."""
-    points, most = reached(address, row, lambda v: k.about(v.size, 1)), extent(address, row)
+    points, most = reached(address, row, size), extent(address, row)
     bytes = points * apart(address, itemsize, row, POINTS.line_bytes)
     return bytes if most is None else min(bytes, most * itemsize)
 
@@ -66,10 +73,15 @@ def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE, outer:
         reads += [(at, itemsizes[name]) for name, at in k.stores]
     inner = k.inner if isinstance(k, LoopKernel) else (k.axis,) if isinstance(k, ScanKernel) else \
         (*k.rows, *k.columns, *k.depth) if isinstance(k, ContractKernel) else ()
+    places = windows(k)
+
+    def size(v: Sym) -> int:
+        return places[v] if v in places else k.about(v.size, 1)
+
     found: dict[int, int] = {}  # bytes that are read again, by the number of outer variables
     for n in range(1, len(vars) + product if outer is None else outer + 1):
-        row = {*vars[n:], *inner}
-        touched = {read: touches(k, *read, row) for read in reads}
+        row = {*vars[n:], *inner, *places}
+        touched = {read: touches(*read, row, size) for read in reads}
         # Tiles of one product share its factors already, as far as a cache goes: others could only share its lines.
         again = sum(touched[read] for read in touched if product <= apart(*read, {vars[n - 1]}, line) < line)
         every = sum(touched.values())
@@ -81,7 +93,9 @@ def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE, outer:
     rows = k.about(volume(vars[:n]), 1)
     # A cache holds what so many groups read. If rows lie in each other's lines, all that fit come side by side. If it
     # does not even hold what two groups read, they share only what they read at about the same time.
-    fitting = POINTS.row_lines // max(sum(size for _, size in reads) * chunk * k.about(volume(inner), 1), 1)
+    row = {*vars[n:], *inner}
+    each = sum(bytes * reached(at, {*row, *places}, size) // max(reached(at, row, size), 1) for at, bytes in reads)
+    fitting = POINTS.row_lines // max(each * chunk * k.about(volume(inner), 1), 1)
     between = any(0 < apart(*read, vars[:n], line) < line for read in reads)
     most = max(fitting, POINTS.band_rows) if between else POINTS.band_rows
     most = min(most, fitting) if fitting > 1 else most

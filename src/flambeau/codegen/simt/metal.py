@@ -49,7 +49,7 @@ class Metal(OpenCL):
     barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
     finished_reads = "threadgroup_barrier(mem_flags::mem_device);"
     item, lane, group = "fl_item", "fl_lane", "fl_group"
-    step, across, first = SIMD_WIDTH, "fl_across({}, {})", "fl_first({})"
+    step, across, of_one = SIMD_WIDTH, "fl_across({}, {})", "fl_of_one({}, {})"
     matrices = Matrices("simdgroup_float8x8", 8, "simdgroup_load({}, {}, {}, 0, {});",
                         "simdgroup_multiply_accumulate({0}, {1}, {2}, {0});", "simdgroup_store({}, {}, {});")
     contracted = "#pragma METAL fp contract(fast)"

@@ -33,6 +33,7 @@ class Points(SimtWriter, NestWriter):
     """One work-item for each point of some variables."""
 
     bands: Bands | None = None  # of groups that share what they read
+    until = ""  # where the points of a group end
 
     def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
         super().__init__(dialect, kernel)
@@ -44,22 +45,31 @@ class Points(SimtWriter, NestWriter):
     def points(self, vars: Sequence[Sym]) -> Iterator[Scope]:
         me, start = self.fresh("me"), self.first_point(vars, self.group)
         self.line(f"const {self.d.long} {me} = " + (f"{start} + {self.d.lane};" if self.bands else f"{self.d.item};"))
-        with self.scope(f"if ({me} < {self.index(volume(vars))}) {{", vars) as s:
+        with self.scope(f"if ({me} < {self.until}) {{", vars) as s:
             self.decompose(me, vars)
             yield s
 
     def first_point(self, vars: Sequence[Sym], chunk: int) -> str:
-        """The first point of this group, of so many of these variables' each. Groups of a band come side by side."""
+        """The first point of this group, of so many of these variables' each. Groups of a band come side by side, and
+        each has points of one row."""
         k, long, wide = self.kernel, self.d.long, self.d.types[torch.int64]
         points = volume(vars)
         self.bands = b = bands(k, vars, chunk)
-        self.total = (ceildiv(points, chunk) if b is None else b.padded(ceildiv(points, chunk))) * self.group
+        self.until = self.index(points)
         if b is None:
+            self.total = ceildiv(points, chunk) * self.group
             return f"({long}){self.d.group}" + f" * {chunk}" * (chunk > 1)
-        start, turn = self.fresh("start"), b.turn(f"({wide}){self.d.group}", self.index)
+        self.total = b.padded(volume(b.outer) * ceildiv(volume(b.inner), chunk)) * self.group
+        groups, row, place, start, until = self.index(b.groups), self.index(volume(b.inner)), *map(
+            self.fresh, ("place", "start", "until"))
+        turn = b.turn(f"({wide}){self.d.group}", self.index)
+        self.line(f"const {wide} {place} = {turn};")
         # Groups without points begin where all points end.
-        first = self.d.minimum.format(f"({turn}) * {chunk}", f"({wide}){self.index(points)}")
-        self.line(f"const {long} {start} = ({long}){first};")
+        for name, at in ((start, f"{place} / {groups} * {row} + {place} % {groups} * {chunk}"),
+                         (until, f"({place} / {groups} + 1) * {row}")):
+            least = self.d.minimum.format(f"({wide})({at})", f"({wide}){self.until}")
+            self.line(f"const {long} {name} = ({long}){least};")
+        self.until = until
         return start
 
     def draft(self) -> LaunchDraft:

@@ -86,7 +86,7 @@ class Rows(Several):
         row, start = self.fresh("row"), self.first_point(vars, 1)
         self.line(f"const int {self.me} = {self.d.lane};")
         self.line(f"const {self.d.long} {row} = {start};")
-        with self.scope(f"if ({row} < {self.index(volume(vars))}) {{" if self.bands else "{", vars) as s:
+        with self.scope(f"if ({row} < {self.until}) {{" if self.bands else "{", vars) as s:
             self.decompose(row, vars)
             yield s
 
@@ -326,7 +326,7 @@ class RowLoops(Rows, PointLoops):
                 self.line(f"const {self.d.types[dtype]} {other} = {self.d.across.format(slot, 'h')};")
             self.combine_into(c, slots, others)
         if self.wide == 1:
-            self.assign(slots, [self.d.first.format(slot) for slot in slots])
+            self.assign(slots, [self.d.of_one.format(slot, 0) for slot in slots])
         return slots
 
     def fold(self, c: Combine, arrays: Sequence[str], left: str, fan: int) -> None:

@@ -56,7 +56,8 @@ class GroupScan(Rows, ScanWriter):
 
 
 class RowScan(GroupScan):
-    """Side by side are runs of a work-item's own elements. What they come to is scanned in a tree, all runs at once."""
+    """Side by side are runs of a work-item's own elements. What they come to is scanned all runs at once: in a tree, or
+    where work-items run in step, among these and then among the steps."""
 
     runs = True
 
@@ -86,8 +87,7 @@ class RowScan(GroupScan):
                 with self.each_line() as line:
                     last = f"({line} + 1) * {self.lanes} - 1"
                     self.put({j: self.at(sums[j], line) for j in own}, {j: f"{own[j]}[{last}]" for j in own})
-                self.line(self.d.barrier)
-                self.tree(sums)
+                (self.in_step if self.d.step else self.tree)(sums)
                 self.kept = {name: self.array(self.dtypes[name], "w") for name in self.stored}
                 with self.each_line() as line:
                     self.join(own, sums, carry, line)
@@ -103,11 +103,9 @@ class RowScan(GroupScan):
 
     def tree(self, sums: Mapping[int, str]) -> None:
         """Each run joined with those 1, 2 and 3, then 4, 8 and 12, then 16 ... before it."""
+        self.line(self.d.barrier)
         with self.scope(f"for (int h = 1; h < {self.group}; h *= 4) {{"):
-            own = {}
-            for j, kind in self.kinds.items():
-                own[j] = self.fresh("o")
-                self.line(f"{self.d.stored[kind]} {own[j]}[{self.lines}];")
+            own = self.arrays()
             with self.each_line() as line:
                 now = {j: f"{own[j]}[{line}]" for j in own}
                 self.put(now, {j: self.at(sums[j], line) for j in own})
@@ -118,6 +116,48 @@ class RowScan(GroupScan):
             with self.each_line() as line:
                 self.put({j: self.at(sums[j], line) for j in own}, {j: f"{own[j]}[{line}]" for j in own})
             self.line(self.d.barrier)
+
+    def in_step(self, sums: Mapping[int, str]) -> None:
+        """Each run joined with those before it of its step; then with what all steps before came to, which every step
+        joins for itself."""
+        step, steps, lane = self.d.step, self.group // self.d.step, f"{self.me} % {self.d.step}"
+        with self.each_line() as line:
+            mine = {j: self.at(sums[j], line) for j in self.kinds}
+            self.put(mine, self.joined_before(mine, lane, step))
+        self.line(self.d.barrier)
+        if steps == 1:
+            return
+        own = self.arrays()
+        with self.each_line() as line:
+            now = {j: f"{own[j]}[{line}]" for j in own}
+            last = self.d.minimum.format(lane, str(steps - 1))  # that of a step
+            every = self.joined_before({j: self.at(sums[j], line, f"{last} * {step} + {step - 1}") for j in own}, lane,
+                                       steps)
+            before = f"({self.me} < {step} ? 0 : {self.me} / {step} - 1)"
+            others = self.copied({j: self.d.of_one.format(every[j], before) for j in own})
+            self.put(now, {j: self.at(sums[j], line) for j in own})
+            with self.scope(f"if ({self.me} >= {step}) {{"):
+                self.put(now, self.joined(others, now))
+        self.line(self.d.barrier)
+        with self.each_line() as line:
+            self.put({j: self.at(sums[j], line) for j in own}, {j: f"{own[j]}[{line}]" for j in own})
+        self.line(self.d.barrier)
+
+    def joined_before(self, values: Mapping[int, str], lane: str, count: int) -> dict[int, str]:
+        """Variables: of each of so many work-items in step, its values joined with those of all before it."""
+        now = self.copied(values)
+        with self.scope(f"for (int h = 1; h < {count}; h *= 2) {{"):
+            others = self.copied({j: self.d.of_one.format(now[j], f"({lane} < h ? 0 : {lane} - h)") for j in now})
+            with self.scope(f"if ({lane} >= h) {{"):
+                self.put(now, self.joined(others, now))
+        return now
+
+    def arrays(self) -> dict[int, str]:
+        """A value for each line of a work-item."""
+        own = {j: self.fresh("o") for j in self.kinds}
+        for j, kind in self.kinds.items():
+            self.line(f"{self.d.stored[kind]} {own[j]}[{self.lines}];")
+        return own
 
     def join(self, own: Mapping[int, str], sums: Mapping[int, str], carry: Mapping[int, str], line: str) -> None:
         """A run with all that lies before it, to be stored."""

@@ -243,5 +243,8 @@ class StreamedPoints(Several, PointLoops):
     def is_whole(self) -> bool:
         return self.bands is None and super().is_whole()
 
+    def end(self) -> str:
+        return self.until
+
     def keep(self, name: str, level: str, text: str) -> None:
         self.line(f"{self.kept[name]}[{self.current}] = {text};")
