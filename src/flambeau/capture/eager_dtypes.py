@@ -21,8 +21,10 @@ from flambeau.runtime.placement import CPU, common_device, flat
 from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes, no_python_dispatcher
 from flambeau.torch_compat.ops import OpOverload
 
-# What eager says about dtypes. Such tensors may not fit together in other ways, which says nothing.
-_ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b|scalar type|can't be cast")
+# What eager says about dtypes, and numbers that they do not hold. Such tensors may not fit together in other ways,
+# which says nothing.
+_ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b|scalar type|can't be cast|"
+                           "without overflow|negative integer powers")
 
 MOST = 1 << 14  # elements of a tensor that eager is asked with
 SMALL = (torch.float16, torch.bfloat16)  # GPUs have kernels for them that the CPU lacks, and so has our device
