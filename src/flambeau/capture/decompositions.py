@@ -11,12 +11,16 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
+
 from flambeau.ops import LOWERINGS
 from flambeau.ops.facts import described, facts, name_of, overloads_with
 from flambeau.torch_compat.decomp import core_aten_decompositions, decomposition_table
 from flambeau.torch_compat.ops import OpOverload
 
 from .eager_dtypes import taken_apart
+
+aten = torch.ops.aten
 
 
 @cache
@@ -32,5 +36,7 @@ def table(exact: bool, /) -> dict[Any, Callable[..., Any]]:
     for op in (*LOWERINGS, *overloads_with("library")):
         out.pop(op, None)
     out.update(own)
+    # A constant that a decomposition makes (torch.tensor) is detached in place, which torch's trace has no place for.
+    out[aten.detach_.default] = lambda constant: constant
     # What eager does not take stays whole: then ATen raises its error.
     return {op: taken_apart(op, fn, lambda *args, **kwargs: NotImplemented) for op, fn in out.items()}
