@@ -32,7 +32,8 @@ def test_binary_cross_entropy() -> None:
     agree(fn, p, x, torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.3]]), torch.rand(2, 3))
 
 
-@pytest.mark.parametrize(("p", "t", "named"), [(2.0, 1.0, "input"), (float("nan"), 1.0, "input"), (0.5, -1.0, "target")])
+@pytest.mark.parametrize(("p", "t", "named"), [
+    (2.0, 1.0, "input"), (float("nan"), 1.0, "input"), (0.5, -1.0, "target")])
 def test_what_is_no_probability(p: float, t: float, named: str) -> None:
     compiled = torch.compile(F.binary_cross_entropy, backend="flambeau")
     given = torch.tensor([0.5, p]), torch.tensor([0.0, t])

@@ -15,7 +15,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = ["CompileContext", "ConstantSource", "FakeScriptObject", "FakeTensor", "FakeTensorMode", "FunctionalTensor",
-           "TracingContext", "detect_fake_mode", "fixes_floats", "forget_shapes", "quiet_traces", "unset_fake_temporarily"]
+           "TracingContext", "detect_fake_mode", "fixes_floats", "forget_shapes", "quiet_traces",
+           "unset_fake_temporarily"]
 
 LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
