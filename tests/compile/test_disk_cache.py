@@ -188,6 +188,20 @@ def test_sizes_that_an_entry_was_not_compiled_for() -> None:
     assert counted(lambda: (run(11), run(12))) == {"hit": 2}
 
 
+def test_a_float_that_an_operator_fixes() -> None:
+    """Where torch has no tensor for a float it is a constant, with a guard that an entry does not have."""
+    x = torch.linspace(-4, 4, 12)
+
+    def run(f: Callable[..., Tensor]) -> None:
+        made = torch.compile(f, backend="flambeau")
+        for number in (0.5, 2.25, -1.5, 3.0):
+            torch.testing.assert_close(made(x, number), f(x, number))
+
+    assert counted(lambda: run(lambda x, number: x.clamp(max=number) + x * number)).keys() == {
+        "miss", "stored", "refused"}
+    assert counted(lambda: run(lambda x, number: x * number)) == {"miss": 2, "stored": 2}
+
+
 # ---- what is wrong is compiled again -------------------------------------------------------------------
 
 

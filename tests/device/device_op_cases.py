@@ -168,7 +168,9 @@ def test_masks_and_places() -> None:
     close(a[mask.to(DEV)], x[mask])
     close(a[mask], x[mask])  # indices may be on the CPU
     close(a[torch.tensor([2, 0])], x[[2, 0]])
-    close(mask.to(DEV).nonzero(), mask.nonzero())
+    for found in (mask, mask[:0], mask & False, mask.any()):
+        close(found.to(DEV).nonzero(), found.nonzero())
+        assert found.to(DEV).nonzero().stride() == found.nonzero().stride()
     b, y = a.clone(), x.clone()
     b[mask.to(DEV)] = 1.5
     y[mask] = 1.5

@@ -20,6 +20,9 @@ FOUND: dict[str, Program] = {
     "eager has no kernel of three elements": written(
         ["torch.tensor([[True, False, True]])"], "v0 = torch.linalg.cross(a0, a0)", results="v0"),
     "eager has no kernel that draws": written(["torch.arange(-3, 3)"], "v0 = F.rrelu(a0)", results="v0"),
+    "eager takes no number that the dtype does not hold": written(
+        ["torch.arange(3, dtype=torch.int8)"], "v0 = a0 + 300", results="v0"),
+    "eager takes no negative power of whole numbers": written(["torch.arange(1, 4)"], "v0 = a0.pow(-1)", results="v0"),
     "a sort of nothing": written(
         ["torch.randn(0, n0, n0)"], "v0 = torch.where(a0 > a0, a0, a0)", "v1 = v0.sort(-2, descending=True)[0]",
         results="v1", exact=True, dynamic=True, sizes=(Sizes(n0=2),)),

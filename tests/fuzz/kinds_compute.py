@@ -147,10 +147,10 @@ def ordered(d: Draw, x: str, t: Tensor) -> str | None:
         return None
     k = d.dim(t)
     n = t.shape[k]
-    sorts = f"{x}.sort({k}).values", f"{x}.sort({k}, descending=True)[0]", f"{x}.msort()"
     if d.grad:  # torch does not say which of equal elements the others choose, and so get the gradient
-        return d.r.choice(sorts)
-    return d.r.choice((*sorts, f"{x}.topk({d.r.randint(0, n)}, {k}).values",
+        return d.r.choice((f"{x}.sort({k}, stable=True).values", f"{x}.sort({k}, descending=True, stable=True)[0]"))
+    return d.r.choice((f"{x}.sort({k}).values", f"{x}.sort({k}, descending=True)[0]", f"{x}.msort()",
+                       f"{x}.topk({d.r.randint(0, n)}, {k}).values",
                        f"{x}.kthvalue({d.r.randint(1, max(1, n))}, {k})[0]",
                        # Of memory that overlaps, torch 2.13 reads beyond the end.
                        f"{x}.median({k}).values" if t.is_contiguous() else f"{x}.msort()"))

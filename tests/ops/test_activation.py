@@ -98,3 +98,12 @@ def test_bounds_that_a_dtype_does_not_have() -> None:
             torch.compile(F.hardtanh, backend="flambeau")(x)
     else:
         assert torch.equal(torch.compile(F.hardtanh, backend="flambeau")(x), expected)
+
+
+def test_the_slope_of_a_hard_sigmoid_has_eager_bits() -> None:
+    """Which in double precision is a sixth in single precision."""
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.hardsigmoid_backward(torch.ones_like(x), x)
+
+    x = torch.linspace(-4, 4, 37, dtype=torch.float64)
+    assert torch.equal(torch.compile(slope, backend="flambeau", options={"numerics": "eager"})(x), slope(x))

@@ -44,3 +44,7 @@ def test_copies_are_broadcast_and_cast() -> None:
         return x.clone().copy_(source)
 
     agree(fn, torch.zeros(2, 3, dtype=torch.bfloat16), torch.randn(3, dtype=torch.float64))
+
+
+def test_a_number_that_nested_vmaps_cast() -> None:
+    agree(lambda x: torch.vmap(torch.vmap(lambda a: a * 2 + 1))(x), torch.randn(5, 7))

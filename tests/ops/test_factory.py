@@ -46,6 +46,16 @@ def test_ranges() -> None:
     agree(fn, torch.ones(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_ranges_of_fractions_have_eager_bits(dtype: torch.dtype) -> None:
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.arange(0.3, 10, 0.07, dtype=dtype) + x, torch.arange(5, -3, -0.3, dtype=dtype) + x]
+
+    x = torch.ones(1, dtype=dtype)
+    for ours, eager in zip(torch.compile(fn, backend="flambeau", options={"numerics": "eager"})(x), fn(x), strict=True):
+        assert torch.equal(ours, eager)
+
+
 def test_even_steps_are_exact_at_both_ends() -> None:
     def fn(x: torch.Tensor) -> list[torch.Tensor]:
         return [torch.linspace(0, 1, 7), torch.linspace(3, -2, 100), torch.linspace(-1, 1, 1),

@@ -32,6 +32,16 @@ def test_binary_cross_entropy() -> None:
     agree(fn, p, x, torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.3]]), torch.rand(2, 3))
 
 
+@pytest.mark.parametrize(("p", "t", "named"), [
+    (2.0, 1.0, "input"), (float("nan"), 1.0, "input"), (0.5, -1.0, "target")])
+def test_what_is_no_probability(p: float, t: float, named: str) -> None:
+    compiled = torch.compile(F.binary_cross_entropy, backend="flambeau")
+    given = torch.tensor([0.5, p]), torch.tensor([0.0, t])
+    for call in (F.binary_cross_entropy, compiled):
+        with pytest.raises(RuntimeError, match=f"all elements of {named} should be between 0 and 1"):
+            call(*given)
+
+
 @pytest.mark.parametrize("shape", [(5,), (6, 5), (2, 5, 3, 4)])
 def test_class_likelihoods(shape: tuple[int, ...]) -> None:
     def fn(x, t, w):

@@ -36,6 +36,10 @@ def test_one_row() -> None:
           *image_and_grid((1, 2, 1, 3), (1, 2, 2, 2)))
 
 
+def test_a_grid_of_one_point() -> None:
+    agree(lambda t: (F.affine_grid(t, (2, 3, 1, 1), False), F.affine_grid(t, (2, 3, 1, 4), True)), torch.randn(2, 2, 3))
+
+
 def test_no_number_in_the_grid() -> None:
     x, g = torch.randn(2, 2, 4, 5), 3 * torch.rand(2, 3, 4, 2) - 1.5
     g[0, 0, 0, 0] = g[0, 1, 0, 1] = g[1, 1, 1, 0] = g[1, 1, 1, 1] = math.nan

@@ -11,12 +11,16 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
+
 from flambeau.ops import LOWERINGS
 from flambeau.ops.facts import described, facts, name_of, overloads_with
 from flambeau.torch_compat.decomp import core_aten_decompositions, decomposition_table
 from flambeau.torch_compat.ops import OpOverload
 
 from .eager_dtypes import taken_apart
+
+aten = torch.ops.aten
 
 
 @cache
@@ -32,5 +36,7 @@ def table(exact: bool, /) -> dict[Any, Callable[..., Any]]:
     for op in (*LOWERINGS, *overloads_with("library")):
         out.pop(op, None)
     out.update(own)
+    # Some decompositions make a constant (torch.tensor), which is detached in place. torch's trace cannot express that.
+    out[aten.detach_.default] = lambda constant: constant
     # Calls that eager rejects stay whole, so that ATen raises its error.
     return {op: taken_apart(op, fn, lambda *args, **kwargs: NotImplemented) for op, fn in out.items()}

@@ -22,8 +22,10 @@ from flambeau.runtime.placement import CPU, common_device, flat
 from flambeau.torch_compat.dispatch import DisableAutocast, disable_current_modes, no_python_dispatcher
 from flambeau.torch_compat.ops import OpOverload
 
-# Eager's messages about dtypes. The test tensors may be rejected for other reasons, which mean nothing.
-_ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b|scalar type|can't be cast")
+# Eager's messages about dtypes, and about numbers that a dtype cannot hold. The test tensors may be rejected for other
+# reasons, which mean nothing.
+_ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b|scalar type|can't be cast|"
+                           "without overflow|negative integer powers")
 
 MOST = 1 << 14  # elements of a tensor in a test call
 SMALL = (torch.float16, torch.bfloat16)  # GPUs and our device have kernels for these that the CPU lacks

@@ -33,7 +33,7 @@ from flambeau.targets.identity import Uncacheable
 from flambeau.torch_compat import patches
 from flambeau.torch_compat.aot import AOT_COUNTER, SerializableAOTDispatchCompiler, check_cacheable
 from flambeau.torch_compat.aot import config as aot_config
-from flambeau.torch_compat.fake import TracingContext
+from flambeau.torch_compat.fake import TracingContext, fixes_floats
 from flambeau.torch_compat.inductor import OutputCode
 from flambeau.torch_compat.inductor import config as inductor_config
 
@@ -190,6 +190,8 @@ class GraphCache:
         try:
             if any(part.package is None for part in parts):
                 raise Uncacheable("a part of it runs as ATen")
+            if fixes_floats(TracingContext.get().fake_mode):  # an entry has guards on sizes alone
+                raise Uncacheable("it is for some values of a float only")
             data = encode(entry)
             if len(data) > disk.limit // SHARE:
                 raise Uncacheable(f"it takes {len(data)} bytes")

@@ -38,6 +38,8 @@ class Fault(IntEnum):
     # their number is neither the number that a mask selects nor one; the index is ~ of the number that it selected
     VALUES = auto()
     PROBABILITY = auto()
+    GUESS = auto()  # of a class, and what it is: both probabilities
+    TRUTH = auto()
     DEVIATION = auto()
     NEGATIVE_REPEATS = auto()
     REPEATED_SIZE = auto()
@@ -68,6 +70,8 @@ MESSAGES: dict[Fault, tuple[type[Exception], str]] = {
                                  "result of shape [{index}]"),
     Fault.DEVIATION: (RuntimeError, "normal expects all elements of std >= 0.0"),
     Fault.PROBABILITY: (RuntimeError, "Expected p_in >= 0 && p_in <= 1 to be true, but got false."),
+    Fault.GUESS: (RuntimeError, "all elements of input should be between 0 and 1"),
+    Fault.TRUTH: (RuntimeError, "all elements of target should be between 0 and 1"),
     Fault.SORTER: (RuntimeError, "torch.searchsorted(): sorter index out of range"),
     Fault.POOLED: (RuntimeError, "Found an invalid max index: {index} (output volumes are of size {size})"),
     Fault.TARGET: (IndexError, "Target {index} is out of bounds."),

@@ -9,7 +9,7 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import SUPPORTED, DType
-from flambeau.ir.expr import Expr, cast, unary, where
+from flambeau.ir.expr import Expr, cast, const, unary, where
 from flambeau.ir.nodes import Value
 from flambeau.ops.facts import EVERYWHERE, describe, of_family
 from flambeau.ops.registry import load_at, lower
@@ -20,7 +20,10 @@ of_family(exact=EVERYWHERE)
 
 
 @lower(aten._to_copy, prims.convert_element_type, takes_fp8=True)
-def to_copy(x: Value, dtype: DType | None = None, **place: Any) -> Value:
+def to_copy(x: Value | float, dtype: DType | None = None, **place: Any) -> Value:
+    if not isinstance(x, Value):  # torch's trace of vmap has a number where a tensor of it was
+        number = torch.tensor(x)
+        return build.pointwise((), lambda i: rounded(const(x, number.dtype), dtype or number.dtype))
     if dtype is not None and dtype not in build.graph().capabilities.dtypes | SUPPORTED:
         return NotImplemented
     return build.pointwise(x.shape, lambda i: rounded(x.load(i), dtype or x.dtype))

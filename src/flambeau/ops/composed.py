@@ -49,7 +49,8 @@ def nonzero(x: Tensor) -> Tensor:
     for size in reversed(x.shape):
         columns.append(found % size)
         found = found // size
-    return torch.stack(columns[::-1], 1) if columns else x.new_empty((count, 0), dtype=torch.int64)
+    rows = torch.stack(columns[::-1]) if columns else x.new_empty((0, count), dtype=torch.int64)
+    return rows.as_strided((count, x.dim()), (1, count))  # as eager's lie
 
 
 @composed(aten.masked_select.default)

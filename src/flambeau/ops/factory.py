@@ -105,6 +105,8 @@ def arange(start: Any, end: Any, step: Any = 1, *, dtype: DType | None = None, *
         start, step = int(start), int(step)
     # Integers are computed exactly, others in float64: in a narrower dtype start + i * step would drift.
     compute = torch.float64 if is_float(dtype) and not _whole(start, step) else torch.int64
+    if compute is torch.float64 and build.policy().exact:
+        return NotImplemented  # eager rounds where its vectors and its threads begin
 
     def body(i: tuple[Index, ...]) -> Expr:
         first, by = (scalar_at(n, (), compute, compute) for n in (start, step))

@@ -1,4 +1,4 @@
-"""Negative log-likelihood losses. torch decomposes the other losses itself."""
+"""Negative log-likelihood losses, with checks of what data say. torch decomposes the other losses itself."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType, opmath
-from flambeau.ir.expr import Expr, cast, check, const, index_value, where
+from flambeau.ir.expr import Expr, cast, check, const, index_value, require, where
 from flambeau.ir.faults import Fault
 from flambeau.ir.index import Index
 from flambeau.ir.nodes import Value
-from flambeau.ir.scalar import eq, ne
+from flambeau.ir.scalar import eq, log, log1p, maximum, ne
 from flambeau.ops.facts import of_family
-from flambeau.ops.reduction import accumulate, finish
+from flambeau.ops.reduction import accumulate, count, finish
 from flambeau.ops.registry import load_at, lower, to_dtype
 
 aten = torch.ops.aten
@@ -76,3 +76,23 @@ def nll_loss_backward(grad: Value, x: Value, target: Value, weight: Value | None
         return where(hit, -g, 0)
 
     return build.pointwise(x.shape, body, x.dtype)
+
+
+@lower(aten.binary_cross_entropy, fuses=True)
+def binary_cross_entropy(x: Value, target: Value, weight: Value | None = None, reduction: int = MEAN) -> Value:
+    wide = opmath(x.dtype)
+
+    def probability(v: Value, i: tuple[Index, ...], fault: Fault) -> Expr:
+        p = cast(v.load(i), wide)
+        return require(p, (p >= 0) & (p <= 1), fault)
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        p, t = probability(x, i, Fault.GUESS), probability(target, i, Fault.TRUTH)
+        loss = (t - 1) * maximum(log1p(-p), -100) - t * maximum(log(p), -100)
+        return loss if weight is None else loss * cast(load_at(weight, i), wide)
+
+    if reduction == NONE:
+        return build.pointwise(x.shape, body, x.dtype)
+    axes = range(x.rank)
+    by = count(x.shape, axes, wide) if reduction == MEAN else const(1, wide)
+    return finish(accumulate("sum", x.shape, axes, wide, body), x.dtype, (), False, lambda e: e / by)

@@ -12,9 +12,11 @@ from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = ["CompileContext", "ConstantSource", "FakeScriptObject", "FakeTensor", "FakeTensorMode", "FunctionalTensor",
-           "TracingContext", "detect_fake_mode", "forget_shapes", "quiet_traces", "unset_fake_temporarily"]
+           "TracingContext", "detect_fake_mode", "fixes_floats", "forget_shapes", "quiet_traces",
+           "unset_fake_temporarily"]
 
 LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -34,3 +36,9 @@ def forget_shapes(ops: Collection[Any]) -> None:
     known = FakeTensorMode.cache
     for key in [k for k in list(known) if k.key[0] in ops]:
         known.pop(key, None)
+
+
+def fixes_floats(mode: FakeTensorMode | None) -> bool:
+    """Whether guards fix floats among a graph's arguments, or bound them."""
+    env = mode.shape_env if mode is not None else None
+    return env is not None and any(symbol_is_type(s, SymT.FLOAT) for g in env.guards for s in g.expr.free_symbols)
