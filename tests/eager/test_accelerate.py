@@ -359,6 +359,9 @@ def test_processes_that_give_the_same_bits() -> None:
 def test_whose_calls_follow_from_the_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours serve from the second call of a class on, however long they take, unless results would lie otherwise."""
     x = torch.randn(512, 1032)
+    # No program of another test, of this process or from the disk, would serve the first call.
+    monkeypatch.setattr(Kept, "places", lambda self: [])
+    monkeypatch.setattr(overrides, "PROGRAMS", Programs(into_any=False, apart=overrides._aside))
     with flambeau.accelerate(CPU, only="logcumsumexp"):
         for _ in range(3):
             x.logcumsumexp(0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from flambeau.capture.decompositions import table
 from flambeau.eager.call_recorder import CallRecorder
@@ -40,6 +42,19 @@ def test_calls_and_their_parts_are_nodes() -> None:
     assert aten.linear.default not in targets and aten.max.dim in targets
     for made, wanted in zip(fx.Interpreter(fx.GraphModule({}, graph)).run(x, y), function(x, y), strict=True):
         torch.testing.assert_close(made, wanted)
+
+
+def test_symbolic_sizes_are_arguments() -> None:
+    graph, mode = fx.Graph(), FakeTensorMode(shape_env=ShapeEnv())
+    with mode, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = mode.from_tensor(torch.randn(3, 4), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2))
+        recorder = CallRecorder(graph, {})
+        recorder.add(x, graph.placeholder("x"))
+        with recorder:
+            made = x.view(x.shape[1], x.shape[0])
+    call = recorder.node(made)
+    assert call.target is aten.view.default and call.args[1] == [x.shape[1], x.shape[0]]
 
 
 def test_tensors_from_outside_are_refused() -> None:

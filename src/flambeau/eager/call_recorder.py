@@ -55,7 +55,8 @@ class CallRecorder(TorchDispatchMode):
                 return made
         given = tree_map_only(torch.Tensor, self.node, (args, named))
         made = func(*args, **named)
-        call = self.graph.call_function(func, *given)
+        call = self.graph.call_function(func)
+        call.args, call.kwargs = given  # set afterwards: torch 2.13 warns of a new node whose arguments are symbolic sizes
         call.meta["val"] = made
         if isinstance(made, torch.Tensor):
             self.add(made, call)
