@@ -1,9 +1,8 @@
 """Horizontal and reduction fusion: nodes over the same points become one kernel.
 
 A group has a full domain and, once a reduction has joined, a set of reduced axes; what is left are its outer points.
-Members compute at every full point or once per outer point. A node joins when it is over the same points (up to a
-regrouping of dimensions) and reads what the group computes only at its own point: then nothing but registers lies
-between them.
+Members compute at every full point or once per outer point. A node joins if it is over the same points (up to a
+regrouping of dimensions) and reads the group's results only at its own point, so that values are passed in registers.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def by_readers(name: str, readers: Sequence[Node], buffers: dict[str, Buffer]) -
 
 
 def walked(vars: Sequence[Sym], index: Sequence[Index], b: Buffer) -> Order | None:
-    """The variables, largest step in memory first; None unless each of them has a step and the steps can be compared."""
+    """The variables, largest step in memory first; None unless each of them has one and the steps can be compared."""
     if b.strides is None:
         return None
     steps: list[tuple[int, int, int]] = []
