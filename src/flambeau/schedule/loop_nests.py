@@ -394,7 +394,7 @@ def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning
     """A second variable that is contiguous where the vector variable jumps (a transposition); None if there is none."""
     if vector is None:
         return None
-    # If lines are shorter than a vector, a tile is walked as one line, if all accesses that are not transposed allow it.
+    # Lines shorter than a vector: a tile is walked as one line, if all accesses that are not transposed allow it.
     short = d.about(vector.size, t.transpose_least) < t.transpose_least
     if short and not (t.flat_tiles and vector.size.is_const):
         return None

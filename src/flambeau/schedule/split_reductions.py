@@ -136,8 +136,8 @@ Cut = tuple[Index, Index]  # the number of pieces, and the length of each
 
 
 def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning, alone: dict[Sym, Cut]) -> dict[Sym, Cut]:
-    """The cuts of a reduction's variables. The variable with the largest step is cut first, so that pieces are stretches
-    of memory; but data that is read in two directions is cut where its pieces are no shorter than cache lines. `alone`:
+    """The cuts of a reduction's variables. The one with the largest step is cut first, so that pieces are stretches of
+    memory; but data that is read in two directions is cut where its pieces are no shorter than cache lines. `alone`:
     cuts that are already made."""
     cuts = dict(alone)
     at, main = places(graph, n), main_places(graph, n)  # values read once per row do not decide the direction
