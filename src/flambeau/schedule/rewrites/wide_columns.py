@@ -39,8 +39,8 @@ def widened(graph: Graph, n: Node, t: CpuTuning) -> list[Node]:
 
 
 def in_turns(graph: Graph, n: Reduce, row: Sym, column: Sym, turns: int) -> list[Node]:
-    """The two reductions. Each turn sums the rows with one remainder: row = round * turns + turn. The turns' results are
-    adjacent in memory, as the rows are."""
+    """The two reductions. Each turn sums the rows with one remainder: row = round * turns + turn. The results of turns
+    are adjacent in memory, as the rows are."""
     sizes = [(v, size) for v in n.vars for size in
              ((as_index(row.size.const // turns), as_index(turns)) if v is row else (v.size,))]
     vars = dim_vars([size for _, size in sizes])

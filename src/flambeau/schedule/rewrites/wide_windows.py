@@ -47,7 +47,7 @@ def is_large(e: Expr, n: Pointwise, graph: Graph, most: int) -> bool:
 
 @dataclass(frozen=True)
 class LoopAsReduction:
-    """A loop as a reduction: how values are combined, the values, and the loop's results in terms of the reduction's."""
+    """A loop as a reduction: how values are combined, the values, and the loop's results computed from its results."""
 
     combine: Combine
     inputs: tuple[Expr, ...]
