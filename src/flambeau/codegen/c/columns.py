@@ -129,7 +129,7 @@ class ColumnWriter(LoopWriter[Arrays]):
                 self.combine_into(i.joins, [f"{arrays[n]}[{at}]" for n in i.names], values[0])
 
     def rows_at_a_time(self, stage: Sequence[Item]) -> int:
-        """The number of rows to unroll: several if accumulators spill to memory and the body is short and only reduces."""
+        """How many rows to unroll: several if accumulators spill to memory and the body is short and only reduces."""
         exprs = exprs_of(stage)
         last = self.k.inner[-1].size
         if any(i.combine is None for i in stage) or last is None or last.is_const and last.const < 2 * CPU.joined_rows:

@@ -52,7 +52,7 @@ class Cpp(CLike):
     def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
         faults = " reduction(max:bad)" if reports else ""
         if isinstance(how, Lanes):
-            # g++ keeps a reduction of `omp simd` in memory: for a loop that reports, only say that steps are independent.
+            # g++ keeps a reduction of `omp simd` in memory, so a loop that reports is only marked as independent steps.
             return "#pragma GCC ivdep" if reports and counted else f"#pragma omp simd{faults}"
         if isinstance(how, Shares):
             collapse = f" collapse({how.loops})" if how.loops > 1 else ""

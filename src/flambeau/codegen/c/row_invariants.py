@@ -62,7 +62,7 @@ def shared_values(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> list[Ex
 
 
 def _kept(e: Expr) -> Iterator[Expr]:
-    """Yields a value before its last conversion, which is often to a wider dtype; for a condition, its operands, because
+    """Yields a value before its last conversion, which is often to a wider dtype, or the operands of a condition:
     compilers do not vectorise bools in memory."""
     if e.op == "cast" or is_bool(e.dtype):
         for a in e.args:

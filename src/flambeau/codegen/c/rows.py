@@ -85,7 +85,7 @@ class Rows(LoopWriter[S]):
                     self.body(stage, arrays, "l")
 
     def fewer(self, stage: Sequence[Item], lanes: int) -> list[int]:
-        """The sizes of smaller steps for the elements left of a row of any length, if one by one they would take long."""
+        """The sizes of smaller steps for the rest of a row of any length, if its elements would take long one by one."""
         steps = [few for few in (lanes // 2, lanes // 4, lanes // 8) if few >= CPU.vector_least // 2]
         exprs = exprs_of(stage)
         costly = cost_of(exprs) >= CPU.flat_work and len(steps) * written(exprs) <= CPU.copied
@@ -180,7 +180,7 @@ class RowWriter(Rows[Row]):
 
     def row_with_rest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str], lanes: int,
                       rest: int) -> None:
-        """Reduces a row whose length is not a multiple of the lanes. The rest is combined while the lanes are joined and
+        """Reduces a row whose length is not a multiple of the lanes. The rest is added while the lanes are joined and
         become fewer: 16, 8, 4, 2, 1 elements at a time. A state then stays in its register; a loop over some of its
         lanes would send it through memory."""
         v = self.k.inner[-1]

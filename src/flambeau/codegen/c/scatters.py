@@ -63,8 +63,8 @@ class ScatterWriter(NestWriter):
         return self.scopes[0].lines
 
     def part_of(self, outer: Sequence[Sym]) -> Index | None:
-        """The number of consecutive elements that belong to each point of the outer variables, if they make up the whole
-        target; else None."""
+        """The number of consecutive elements that belong to each point of the outer variables, if these make up the
+        whole target; else None."""
         k = self.k
         if k.init is None or len(k.out_vars) != 1 or k.init_address is not as_index(k.out_vars[0]):
             return None
