@@ -110,7 +110,7 @@ class NestWriter(Writer):
         return f"{self.d.fused}({', '.join(factors)}, {total})"
 
     def end_of(self, start: str, side: int, size: Index) -> str:
-        """The end of a block of `side` points, written so that a compiler sees the number of points if it is constant."""
+        """The end of a block of `side` points, as a text that shows the compiler a constant number of points."""
         if size.is_const and size.const % side == 0:
             return f"{start} + {side}"
         end = self.fresh("e")

@@ -85,7 +85,7 @@ class Rows(LoopWriter[S]):
                     self.body(stage, arrays, "l")
 
     def fewer(self, stage: Sequence[Item], lanes: int) -> list[int]:
-        """The sizes of smaller steps for the rest of a row of any length, if its elements would take long one by one."""
+        """The sizes of smaller steps for the rest of a row of any length, if it would take long element by element."""
         steps = [few for few in (lanes // 2, lanes // 4, lanes // 8) if few >= CPU.vector_least // 2]
         exprs = exprs_of(stage)
         costly = cost_of(exprs) >= CPU.flat_work and len(steps) * written(exprs) <= CPU.copied

@@ -120,8 +120,8 @@ class ScanWriter(NestWriter):
         return self.taken() is not None or not any(is_float(self.k.combine.left[j].dtype) for j in self.needed)
 
     def choose(self, slots: dict[int, str], taken: Expr, lo: str, hi: str, stored: Sequence[str]) -> None:
-        """Scans with a branch. A running extremum seldom changes, and the branch is predicted: no step waits for the one
-        before, and the values to store are computed only when it changes."""
+        """Scans with a branch. A running extremum seldom changes, and the branch is predicted: no step waits for the
+        one before, and the values to store are computed only when it changes."""
         c = self.k.combine
         kept = {}
         running = self.running(slots)

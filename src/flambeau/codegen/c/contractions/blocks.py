@@ -171,7 +171,7 @@ class Blocks(ContractWriter):
             self.line(f"masks[{self.index(m.which)} * {COLUMNS} + {c}] = {self.value(m.mask)};")
 
     def parts(self, factor: Expr, v: Sym, first: str, end: str) -> list[tuple[str, str, Expr | None]]:
-        """The parts of a line from first to end, with the expression of each; None where a mask makes the factor zero."""
+        """The parts of a line from first to end, with the expression of each; None if a mask makes the factor zero."""
         guard = guard_of(factor, v) if is_long(v) else None
         if guard is None:
             return [(first, end, factor)]
