@@ -74,7 +74,7 @@ class Rows(LoopWriter[S]):
                 self.line(f"const {self.d.long} {name} = {start} + l;")
                 self.body(stage, arrays, "l")
             if not (length is not None and length.is_const and length.const % lanes == 0 and lo == "0"):
-                for few in self.fewer(stage, lanes):  # as a state of all lanes joins them when these become fewer
+                for few in self.fewer(stage, lanes):  # in halving steps, as the lanes of a state are joined
                     with self.scope(f"for (; {start} + {few} <= {hi}; {start} += {few}) {{"), \
                             self.scope(f"for (int l = 0; l < {few}; ++l) {{", (v,), how=LANES):
                         self.line(f"const {self.d.long} {name} = {start} + l;")

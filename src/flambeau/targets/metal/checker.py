@@ -26,7 +26,7 @@ DECLARATIONS = Path(__file__).with_name("declarations.h")
 HEADERS = ("metal_stdlib", "metal_simdgroup", "metal_simdgroup_matrix")
 FLAGS = ["-x", "c++", "-std=c++14", "-nostdinc", "-nostdlibinc", "-fno-exceptions", "-fno-rtti", "-Wno-everything",
          "-Werror=return-type", "-Werror=uninitialized", f"-I{LIBRARY}", f"-I{DECLARATIONS.parent}"]
-# Words that the language does not have, or that a kernel should not use.
+# Words that the language does not have, or that a kernel does not need.
 FORBIDDEN = {
     "double": "there is no double", "try": "there are no exceptions", "throw": "there are no exceptions",
     "new": "there is no heap", "delete": "there is no heap", "virtual": "there are no virtual functions",

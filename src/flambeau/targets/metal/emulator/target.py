@@ -44,7 +44,7 @@ FLAGS = ("-std=gnu++14", "-O1", "-fPIC", "-shared", "-nostdlib", "-w", "-fsaniti
 
 
 class EmulatorError(Error):
-    """An error of a kernel that a Mac cannot run, or would not report."""
+    """A kernel does something that a Mac cannot do, or would not report."""
 
 
 class EmulatorTarget(CpuTarget):
