@@ -72,7 +72,7 @@ def write_in_place(p: ProgramDraft, graph: Graph, name: str, v: Value, users: di
         return False
     at, launch = makers[0]
     made = p.kernels[launch.kernel]
-    if isinstance(made, (AttentionKernel, TableKernel)):  # their programs read memory that others write
+    if isinstance(made, (AttentionKernel, TableKernel)):  # their programs read memory that other programs write
         return False
     kernel = in_place(made, name, v.buffer)
     if kernel is None:

@@ -47,7 +47,7 @@ def join_products(graph: Graph) -> None:
 
 
 def joined(a: Contract, b: Contract) -> Contract | None:
-    """The two as one contraction; None unless they have the same points, share a factor, and b does not depend on a."""
+    """Both as one contraction; None unless they have the same points, share a factor, and b does not depend on a."""
     if a.factors is None or b.factors is None or a.axes != b.axes or set(a.names) & b.reads() \
             or [v.size for v in a.vars] != [v.size for v in b.vars] or a.combine != b.combine \
             or (a.tf32, a.promoted, a.ragged, b.ragged) != (b.tf32, b.promoted, None, None):
@@ -68,7 +68,7 @@ Place = tuple[Contract, tuple[Sym, ...], tuple[Index, ...]]  # a value's contrac
 
 
 def reduce_by_tiles(graph: Graph) -> None:
-    """Do reductions over all rows or columns of a contraction's results, or of maps of them, tile by tile."""
+    """Reduce over all rows or columns of a contraction's results, or of maps of them, tile by tile."""
     places: dict[str, Place] = {}
     nodes: list[Node] = []
     for n in graph.nodes:

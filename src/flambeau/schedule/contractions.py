@@ -59,7 +59,7 @@ def prepare_contractions(graph: Graph, caps: Capabilities) -> None:
 
 
 def is_multiplied(n: Contract, caps: Capabilities) -> bool:
-    """Whether the machine can multiply the factors' dtypes, as they are before they are widened for the sum."""
+    """Whether the machine can multiply the factors' dtypes, before they are widened for the sum."""
     assert n.factors is not None
     kinds = [unscaled(f)[0].dtype for f in n.factors]
     return caps.multiplies is None or all(f.dtype in caps.multiplies for f in n.factors) or (
@@ -71,9 +71,10 @@ def is_multiplied(n: Contract, caps: Capabilities) -> bool:
 
 def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
     """Split a contraction over parts of one summed variable, and add the parts in order. The variable with the most
-    parts is chosen; if it is contiguous in a factor, parts should be whole cache lines. [n] if it does not pay.
+    parts is chosen; if it is contiguous in a factor, parts should be whole cache lines. Returns [n] if splitting does
+    not pay.
 
-    Run-time sizes count as at capture; the length of a part follows from the actual sizes."""
+    The number of parts follows from the sizes seen at capture, the length of a part from the actual sizes."""
     assert n.factors is not None
     if graph.policy.exact and not all(v.size.is_const for v in n.vars):
         return [n]  # otherwise rounding would depend on the sizes seen first
@@ -124,7 +125,8 @@ def in_pieces(graph: Graph, n: Contract, caps: Capabilities) -> list[Node]:
 
 
 def ended(e: Expr, there: Expr) -> Expr:
-    """A factor masked to zero beyond the end, below its widening cast, as machines multiply the narrow dtype."""
+    """A factor masked to zero beyond the end. The mask goes below a widening cast, because machines multiply the narrow
+    dtype."""
     if e.op == "cast":
         return Expr("cast", e.dtype, (ended(e.args[0], there),))
     return where(there, masked(e, there), const(0, e.dtype))
@@ -217,7 +219,7 @@ def inside_first(depth: list[Sym], d: NestDraft) -> list[Sym]:
 
 def cost(d: NestDraft, right: Expr, rows: Sequence[Sym], columns: Sequence[Sym], depth: Sequence[Sym], t: Tuning
          ) -> int:
-    """The cost of a kernel with these columns, which become vectors: they should be many, and contiguous in memory."""
+    """The cost of a kernel whose columns, which become vectors, are these: they should be many and contiguous."""
     high, wide, deep = (size_of(vars, 1024) for vars in (rows, columns, depth))
     work = -(-high // t.tile_high) * t.tile_high * (-(-wide // t.tile_wide) * t.tile_wide) * deep
     if is_deep(right, columns, depth):

@@ -1,7 +1,8 @@
 """Chooses the loop form of each kernel from the tuning table of the machine; codegen writes it.
 
-A form is a name that the writers of the machine's language know, and a width where columns lie side by side. What
-depends on the text itself (where a loop is split because a mask changes, how large a tile is tried) stays with them.
+A form is a name that the writers of the machine's language know, with a width where columns are processed side by side.
+Decisions that depend on the generated text (where a loop is split because a mask changes, which tile sizes are tried)
+are left to the writers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
 
 
 def formed(kernel: Kernel, t: Tuning) -> Kernel:
-    """The kernel with its form; scatters and contractions have one each."""
+    """The kernel with its loop form; scatters and contractions have only one form each."""
     if not isinstance(kernel, LoopKernel | ScanKernel):
         return kernel
     choose = next(choose for kind, choose in CHOICES[type(kernel)].items() if isinstance(t, kind))
@@ -26,12 +27,12 @@ def formed(kernel: Kernel, t: Tuning) -> Kernel:
 
 
 def leaves_cache(length: int, accesses: int, t: Tuning) -> bool:
-    """Whether lines that rows of some length share are gone before the next row has its turn."""
+    """Whether cache lines that neighbouring rows of this length share are evicted before the next row needs them."""
     return length * accesses * t.line_bytes > t.row_lines
 
 
 def is_shared(points: Index, length: Index, t: Tuning) -> bool:
-    """Few outer points and long rows: threads must share a row."""
+    """Whether threads must share a row, because there are few outer points and the rows are long."""
     return points.is_const and points.const < t.enough_points and (not length.is_const or length.const >= t.long_row)
 
 
@@ -57,8 +58,8 @@ def cpu_map(k: LoopKernel, t: CpuTuning) -> Form:
 
 
 def is_flat(k: LoopKernel, t: CpuTuning) -> bool:
-    """Whether the lines of a tile are walked as one: short ones, those that nothing reads across, and those of which
-    much would be computed one by one."""
+    """Whether the lines of a tile are walked as one: if they are short, if nothing is read transposed, or if much of
+    each line would be left over after whole vectors and computed element by element."""
     assert k.tile is not None and k.vector is not None
     size, exprs = k.vector.size, k.everything()
     if not size.is_const:
@@ -70,7 +71,7 @@ def is_flat(k: LoopKernel, t: CpuTuning) -> bool:
 
 
 def widest_float(exprs: Sequence[Expr]) -> int:
-    """Bytes of what is computed with, at most: halves become floats first."""
+    """The bytes of the widest dtype computed with: at least 4, because halves are converted to floats first."""
     return max((4, *(e.dtype.itemsize for e in walk(*exprs) if is_float(e.dtype))))
 
 
@@ -89,8 +90,8 @@ def cpu_columns(k: LoopKernel, t: CpuTuning) -> Form:
 
 
 def in_registers(columns: Index, width: int, state: int, t: CpuTuning) -> int:
-    """The rows of a segment come from anywhere, so a narrow block costs nothing, and its states need not leave the
-    registers: the widest that has room there and divides the columns, if there is one."""
+    """The width of a column block of a segment. Its rows may be anywhere in memory, so a narrow block costs nothing and
+    keeps its states in registers: the widest that fits there and divides the columns, else `width`."""
     most = t.register_bytes // state
     fitting = [w for w in range(most // 4, most + 1) if columns.is_const and columns.const % w == 0]
     return fitting[-1] if width > most and fitting else width
@@ -102,7 +103,7 @@ def cpu_scans(k: ScanKernel, t: CpuTuning) -> Form:
     points, length = volume(k.outer), k.axis.size
     few = points.is_const and points.const < t.scan_few
     long = not length.is_const or length.const >= t.scan_long
-    # To find out first what a part comes to takes too long if a combine does.
+    # A scan in parts computes the total of each part first, which takes too long if the combine is expensive.
     cheap = cost_of(k.combine.result) <= t.expensive_combine
     return Form("parts" if t.shares_rows and few and long and cheap else "rows")
 
@@ -111,7 +112,7 @@ def cpu_scans(k: ScanKernel, t: CpuTuning) -> Form:
 
 
 def points_beside(length: int, row: bool, t: PointTuning) -> int:
-    """How many outer points a group has, if each has so many inner ones."""
+    """The number of outer points of a work-group, if each has `length` inner points."""
     return t.group if length <= t.short_row else 1 if row else t.columns
 
 
@@ -121,12 +122,12 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
         if is_row(k) and k.bounds is None and k.about(length, t.short_row + 1) > t.short_row:
             across = [] if k.scratch else k.across_rows()
             if not leaves_cache(k.about(length, t.row_lines), len(across), t):
-                return Form("rows")  # what is contiguous is reduced, and long enough for a group
+                return Form("rows")  # the reduced variable is contiguous, and long enough for a work-group
             return Form("columns", line_of(across, k.outer[-1], k, t))
         few = max(k.about(volume(k.outer), t.columns), 1)
         return Form("columns", min(t.columns, 1 << (few - 1).bit_length()))
     if k.inner and k.reads_again():
-        return Form("columns", t.group)  # registers hold what is read more than once
+        return Form("columns", t.group)  # registers hold values that are read more than once
     windows = any(e.op == "fold" for e in walk(*exprs))  # their elements are read again and again, from a cache
     many = not k.inner and k.about(volume(k.outer), t.streamed_points) >= t.streamed_points and not windows
     if many and k.transposed_reads(masked=True):
@@ -136,7 +137,8 @@ def point_loops(k: LoopKernel, t: PointTuning) -> Form:
 
 
 def is_row(k: LoopKernel) -> bool:
-    """Whether what lies side by side is reduced, or nothing does: registers of a group hold the longest rows."""
+    """Whether the contiguous variable is reduced, or no outer variable is contiguous in the data reduced: the registers
+    of a work-group hold the longest rows."""
     inside = [at for _, at in k.accesses() if at.symbols() & {*k.inner}]
     return k.vector in k.inner or not any(at.coefficient(v) is ONE for at in inside for v in k.outer)
 
@@ -155,7 +157,7 @@ def point_scans(k: ScanKernel, t: PointTuning) -> Form:
 
 
 def line_of(names: Sequence[str], v: Sym, k: LoopKernel | ScanKernel, t: PointTuning) -> int:
-    """How many points of a variable fill lines of all of these."""
+    """The number of points of a variable that fill cache lines of all these buffers, rounded up to a power of two."""
     most = t.line_bytes // min(p.dtype.itemsize for p in k.params if p.name in names)
     return 1 << (max(1, min(most, t.columns, k.about(v.size, most))) - 1).bit_length()
 
@@ -180,14 +182,14 @@ def block_loops(k: LoopKernel, t: BlockTuning) -> Form:
     most = t.row if k.vector in k.inner else t.column_rows
     if k.vector in k.inner and not (k.scratch or k.reads_again()):  # nothing is held for a later stage
         most //= max(1, sum(not e.symbols().isdisjoint(k.inner) for e in loads(*k.everything())))
-        if k.is_crossed():  # pieces are tiles of lines, which are lines the other way as well
+        if k.is_crossed():  # pieces are tiles, which cover whole cache lines in both directions
             return Form("rows in pieces", width)
     return Form("whole rows" if length.is_const and length.const <= most else "rows in pieces", width)
 
 
 def rows_beside(k: LoopKernel, t: BlockTuning) -> int:
-    """How many rows one program has side by side: where something lies across them, as many as fill sectors of it, as
-    long as a tile has room for them and there are programs enough."""
+    """The number of rows that one program processes side by side. If a buffer is contiguous across the rows, as many as
+    fill memory sectors of it, as long as a tile has room for them and enough programs remain."""
     across = k.across_rows()
     if not across:
         return 1
@@ -202,9 +204,9 @@ def rows_beside(k: LoopKernel, t: BlockTuning) -> int:
 
 
 def held_columns(length: int, read: Sequence[int], t: Tuning) -> int:
-    """How many columns of a length one program holds side by side, so that it reads them once: fewer, the longer they
-    are and the more is read, as long as they fill sectors of memory. None, if it cannot. `read`: bytes of an element of
-    each thing that is read."""
+    """The number of columns of this length that one program holds side by side, so that it reads them only once: fewer
+    if they are longer or if more buffers are read, as long as they fill memory sectors; 0 if it cannot hold them.
+    `read`: the bytes of an element of each buffer that is read."""
     if not isinstance(t, BlockTuning) or not read:
         return 0
     rows, width, sector = 1 << (length - 1).bit_length(), t.columns, t.sector // min(read)
@@ -214,7 +216,8 @@ def held_columns(length: int, read: Sequence[int], t: Tuning) -> int:
 
 
 def block_scans(k: ScanKernel, t: BlockTuning) -> Form:
-    """Whether a row is cut, and its pieces wait for one another, follows from the size of a piece."""
+    """Chooses between rows and columns. Whether a row is split into pieces that wait for one another is decided later,
+    by the size of a piece."""
     return Form("rows" if not k.outer or all(a.coefficient(k.axis) is ONE for _, a in k.stores) else "columns")
 
 

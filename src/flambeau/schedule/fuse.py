@@ -1,9 +1,8 @@
 """Horizontal and reduction fusion: nodes over the same points become one kernel.
 
 A group has a full domain and, once a reduction has joined, a set of reduced axes; what is left are its outer points.
-Members compute at every full point or once per outer point. A node joins when it is over the same points (up to a
-regrouping of dimensions) and reads what the group computes only at its own point: then nothing but registers lies
-between them.
+Members compute at every full point or once per outer point. A node joins if it is over the same points (up to a
+regrouping of dimensions) and reads the group's results only at its own point, so that values are passed in registers.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from flambeau.ir.nodes import Contract, Extern, Graph, Node, Partial, Pointwise,
 
 MOST_MEMBERS = 48
 MOST_BUFFERS = 48
-MOST_NEAR = 64  # groups that read the same and are looked at
-SMALL = 1 << 14  # points of a reduction that is launched beside another for nothing
+MOST_NEAR = 64  # groups examined for each buffer that they share with a node
+SMALL = 1 << 14  # points of a reduction that costs nothing extra in the kernel of another
 
 Mapping = dict[Sym, Index]
 
@@ -56,7 +55,7 @@ class Group:
 
 @dataclass
 class Single:
-    """A node that is a kernel or a call of its own."""
+    """A node that becomes a separate kernel or call."""
 
     position: int
     node: Node
@@ -67,7 +66,7 @@ class Single:
 
 
 def fuse(graph: Graph) -> list[Group | Single]:
-    """Groups in an order that respects every dependency."""
+    """The groups of a graph, in an order that respects every dependency."""
     groups: list[Group | Single] = []
     home: dict[str, int] = {}  # buffer -> position of the group that computes it
     sizes = {name: b.numel for name, b in graph.buffers.items()}
@@ -80,7 +79,7 @@ def fuse(graph: Graph) -> list[Group | Single]:
             first = max((first, *(born[s] for s in symbols_of(n) if s in born)))
         place = None
         if isinstance(n, (Pointwise, Reduce)) and not isinstance(n, Contract):
-            # What very many share, such as a learning rate, brings the latest of them together.
+            # Of the many groups that read a common value, such as a learning rate, only the latest are candidates.
             known = {q for r in reads for q in (*near.get(r, ())[-MOST_NEAR:], home.get(r, -1)) if q >= max(first, 0)}
             beside = {q for r in reads if r in home for m in groups[home[r]].nodes for name in m.names
                       for q in near[name][-MOST_NEAR:] if q >= max(first, 0)} if is_small(n.vars, n) else set()
@@ -111,7 +110,7 @@ def fuse(graph: Graph) -> list[Group | Single]:
 
 
 def symbols_of(n: Node) -> set[Sym]:
-    """The sizes that a node's loops and expressions speak of."""
+    """The symbols in a node's loop sizes and expressions."""
     out: set[Sym] = set().union(*(e.symbols() for e in n.exprs()))
     for v in getattr(n, "vars", ()):
         out |= v.size.symbols()
@@ -119,14 +118,16 @@ def symbols_of(n: Node) -> set[Sym]:
 
 
 def is_small(vars: Iterable[Sym], n: Node) -> bool:
-    """Whether to launch a reduction takes longer than to compute it."""
+    """Whether n is a reduction that takes longer to launch than to compute."""
     points = volume(vars)
     return isinstance(n, Reduce) and points.is_const and points.const <= SMALL
 
 
 def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[int], sizes: dict[str, Index],
           beside: set[int]) -> int | None:
-    """`beside`: groups that read what comes from where n's own reads do, beside which n is launched for nothing."""
+    """Add n to the best of the groups at `where` and return its position; None if it can join none. `beside`: groups
+    that read results of a group that n reads from too; a small reduction costs nothing extra there, even if it shares
+    no buffer with them."""
     best: tuple[int, int, bool] | None = None
     chosen = None
     for position in where:
@@ -141,8 +142,8 @@ def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[in
             continue
         if joined.fine != g.fine:
             shared &= _read_together(g, n, joined)
-        # The more it takes from what the group writes, then reads, the better; then maps with maps, reductions with
-        # reductions; later groups on ties.
+        # Prefer the group that writes most of what n reads, then the one that shares most of its reads; then maps with
+        # maps and reductions with reductions; later groups on ties.
         score = (sum(_weight(sizes[r]) for r in reads & g.written.keys()), sum(_weight(sizes[r]) for r in shared),
                  isinstance(n, Reduce) == (g.axes is not None))
         if not any(score[:2]) and not (position in beside and g.axes is not None and is_small(g.vars, n)):
@@ -159,8 +160,8 @@ def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[in
 
 
 def _read_together(g: Group, n: Node, j: Joined) -> set[str]:
-    """What both read at the same address at each point. In a domain that was regrouped for both, points that have the
-    same number may be far from each other."""
+    """The buffers that the group writes, or that both read at the same address at each point. After the domain was
+    regrouped for both, points with the same number may be far apart in memory."""
     def places(exprs: Iterable[Expr], mapping: Mapping) -> set[tuple[str, tuple[Index, ...]]]:
         return {(e.attr[0], tuple(i.subs(mapping) for i in e.attr[1])) for e in loads(*exprs)}
 
@@ -173,7 +174,8 @@ def _read_together(g: Group, n: Node, j: Joined) -> set[str]:
 
 
 def has_windows(n: Node) -> bool:
-    """Whether a map reads windows: neighbours share what they read in tiles of its own form, not along a row."""
+    """Whether a map reads windows. Its neighbouring points share reads in the tiles of its own loop form, which the row
+    of a reduction does not have."""
     return isinstance(n, Pointwise) and has_fold(n.body)
 
 
@@ -190,7 +192,7 @@ def _weight(size: Index) -> int:
 
 
 def refine(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...] | None:
-    """The coarsest sizes of which both a and b are groupings, or None."""
+    """The coarsest sizes of which both a and b are groupings; None if there are none."""
     if a == b:
         return a
     if not all(x.is_const for x in (*a, *b)):
@@ -216,7 +218,7 @@ def refine(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...] | No
 
 
 def positions(sizes: tuple[Index, ...], fine: tuple[Index, ...]) -> list[list[int]] | None:
-    """For each size, which consecutive fine dimensions make it up."""
+    """For each size, the consecutive fine dimensions whose product it is; None if the sizes do not match."""
     out: list[list[int]] = []
     at = 0
     for n in sizes:
@@ -259,7 +261,7 @@ def _map(sizes: tuple[Index, ...], vars: list[Sym], fine: tuple[Index, ...], tar
 
 
 def _join(g: Group, n: Node) -> Joined | None:
-    """How n would join, or None. Nothing is changed yet."""
+    """How n would join the group, or None. Changes nothing yet."""
     assert isinstance(n, (Pointwise, Reduce))
     if (g.segment is not None or g.is_contract) and not isinstance(n, (Pointwise, Partial)) \
             or isinstance(n, Partial) and not g.is_contract:
@@ -295,7 +297,7 @@ def _join(g: Group, n: Node) -> Joined | None:
 
 
 def _refined_outside(g: Group, sizes: tuple[Index, ...]) -> tuple[Index, ...]:
-    """The group's sizes with what it keeps (and that comes first) regrouped for these sizes, if it can be."""
+    """The group's sizes, with its kept dimensions (which come first) regrouped to match these sizes, if possible."""
     assert g.axes is not None
     kept = len(g.fine) - len(g.axes)
     outside = refine(g.fine[:kept], sizes)
@@ -341,7 +343,7 @@ def _regrouping(g: Group, fine: tuple[Index, ...]) -> Mapping:
 
 
 def _rewritten(g: Group, fine: tuple[Index, ...]) -> dict[str, tuple[tuple[Index, ...], str]]:
-    """Where the group writes, in the variables of a finer domain."""
+    """The places that the group writes, in the variables of a finer domain."""
     mapping = _regrouping(g, fine)
     return {name: (tuple(i.subs(mapping) for i in at), level) for name, (at, level) in g.written.items()}
 
@@ -367,7 +369,7 @@ def _commit(g: Group, n: Node, reads: set[str], j: Joined) -> None:
 
 
 def reads_elsewhere(groups: list[Group | Single], graph_reads: set[str]) -> dict[str, set[int]]:
-    """Buffer -> positions of the groups that read it from another group."""
+    """The positions of the groups that read each buffer from another group; -1 for buffers in `graph_reads`."""
     made: dict[str, int] = {}
     out: dict[str, set[int]] = {name: {-1} for name in graph_reads}
     for g in groups:

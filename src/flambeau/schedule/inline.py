@@ -1,9 +1,9 @@
 """Vertical fusion: inserts the body of a pointwise node into its consumers.
 
-A producer is inlined where that costs nothing: its only consumer reads each element once; or it is so cheap that
-computing it again beats a trip through memory (machines differ in what that is). What must be memory anyway (outputs,
-arguments of externs) is read from memory, unless it reads nothing itself. Every decision that keeps a value as memory
-leaves a note.
+A producer is inlined where that costs nothing: its only consumer reads each element once, or it is so cheap that
+computing it again beats a trip through memory (the limit differs between machines). Values that must be in memory
+anyway (outputs, arguments of externs) are read from there, unless they are computed without reading anything. Every
+decision to keep a value in memory leaves a note.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from flambeau.ir.tuning import Tuning
 from .rewrites.one_hot import picked
 
 LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
-DEEPEST = 120  # operations that wait for one another: expressions are walked by recursion
+DEEPEST = 120  # operations in a chain: expressions are walked by recursion
 MOST_READS = 24
 COMPARED = "compared: another kernel might compute it with other last bits"
-SAMPLED = 64  # points of a value for each that is computed again
+SAMPLED = 64  # a value has at least this many points for each one that is computed again
 EXACT = frozenset(("div", "sqrt", "floor", "ceil", "trunc", "round", "fmod", "copysign", "fmin", "fmax", "bitcast"))
 
 
@@ -46,7 +46,7 @@ class Body:
 
 
 def prune(graph: Graph) -> None:
-    """Drop what no output, mutation or kept node needs."""
+    """Drop the nodes that no output, mutation or kept node needs."""
     needed = {o.buffer for o in graph.outputs if isinstance(o, Value)}
     needed |= {n for n, _ in graph.mutations} | {v.buffer for _, v in graph.mutations}
     kept: list[Node] = []
@@ -59,7 +59,7 @@ def prune(graph: Graph) -> None:
 
 
 def has_effect(n: Extern) -> bool:
-    """An operator that must run even if nobody reads its result."""
+    """Whether an operator must run even if nothing reads its result."""
     schema = getattr(n.target, "_schema", None)
     if schema is None:
         return True
@@ -67,7 +67,7 @@ def has_effect(n: Extern) -> bool:
 
 
 def materialised(graph: Graph) -> dict[str, str]:
-    """Buffers that must be memory, with the reason."""
+    """The buffers that must be in memory, with the reason."""
     out: dict[str, str] = {}
     for n in graph.nodes:
         if isinstance(n, Extern):
@@ -89,8 +89,8 @@ def materialised(graph: Graph) -> dict[str, str]:
 
 
 def compared(graph: Graph) -> set[str]:
-    """Values that are tested for equality, and come from functions that are not rounded exactly: a vector's lanes and
-    what is left over after them may be computed by different code."""
+    """Values that are tested for equality and come from functions that are not correctly rounded: the lanes of a vector
+    and the elements left over after whole vectors may be computed by different code."""
     rough: set[str] = set()
     out: set[str] = set()
     for n in graph.nodes:
@@ -123,7 +123,7 @@ def inline(graph: Graph, notes: list[str], caps: Capabilities) -> None:
 
 
 def consumers(graph: Graph) -> Counter[str]:
-    """How many nodes read each value, those left out that read few of its points."""
+    """How many nodes read each value, not counting those that read only few of its points."""
     uses: Counter[str] = Counter()
     points = {name: about(volume(n.vars), graph.typical, 0) for n in graph.nodes if isinstance(n, Pointwise)
               for name in n.names}
@@ -134,7 +134,7 @@ def consumers(graph: Graph) -> Counter[str]:
 
 
 def _inline_once(graph: Graph, caps: Capabilities, uses: Counter[str], hard: dict[str, str]) -> dict[str, set[str]]:
-    """In the order of the nodes; what is kept, and why."""
+    """Inlines once, in the order of the nodes. Returns the values that are kept, with the reasons."""
     bodies: dict[str, Body] = {}
     why: dict[str, set[str]] = defaultdict(set)
     nodes: list[Node] = []
@@ -155,15 +155,15 @@ def _inline_once(graph: Graph, caps: Capabilities, uses: Counter[str], hard: dic
 def _inline_into(n: Node, graph: Graph, caps: Capabilities, bodies: dict[str, Body], uses: Counter[str],
                  hard: dict[str, str], why: dict[str, set[str]]) -> Node:
     seen: dict[str, set[tuple[Index, ...]]] = defaultdict(set)
-    samples: Counter[str] = Counter()  # places where it is computed at few of its points
+    samples: Counter[str] = Counter()  # places where a value is computed at few of its points
     inner_only: dict[str, bool] = {}
-    scores: set[str] = set()  # as large as those of attention are: computed again, whatever that costs
+    scores: set[str] = set()  # values as large as attention's scores: computed again, whatever that costs
     domains = domains_of(n)
     everything = list(walk(*n.exprs()))
     folded = {v for e in everything if e.op == "fold" for v, _, _ in e.attr.loops}
     for e in everything:
         if e.op == "load" and e.attr[0] in bodies:
-            # Sizes that are known at the run do not change from one point to the next.
+            # Run-time sizes do not change from one point to the next.
             symbols = {v for i in e.attr[1] for v in i.symbols() if v.extent is not None or v in folded}
             new = e.attr[1] not in seen[e.attr[0]]
             seen[e.attr[0]].add(e.attr[1])
@@ -212,8 +212,8 @@ def _inline_into(n: Node, graph: Graph, caps: Capabilities, bodies: dict[str, Bo
 
 
 def is_factor(b: Body, n: Node, symbols: Set[Sym], graph: Graph, t: Tuning) -> bool:
-    """Whether a factor of a product is better computed as it is read: by few tiles, and from fewer bytes than it has
-    itself, as a dequantised weight is."""
+    """Whether a factor of a product is better computed where it is read: few tiles read it, and it is computed from no
+    more bytes than it has itself, as a dequantised weight is."""
     if not isinstance(n, Contract) or b.cost > t.cheap_beside_memory:
         return False
     again = about(volume(v for v in n.kept if v not in symbols), graph.typical, t.factor_again + 1)
@@ -222,17 +222,18 @@ def is_factor(b: Body, n: Node, symbols: Set[Sym], graph: Graph, t: Tuning) -> b
 
 
 def is_sized(read: Expr, n: Pointwise) -> bool:
-    """Whether it reads another element for each point."""
+    """Whether a read loads a different element for each point."""
     return all(v in read.symbols() for v in n.vars if v.size is not ONE)
 
 
 def are_few(asked: int, points: int) -> bool:
-    """Whether points of a value are better computed again than all of them written."""
+    """Whether so few points of a value are read that computing them again is better than writing the whole value."""
     return 0 < asked * SAMPLED <= points
 
 
 def is_sample(symbols: Set[Sym], n: Node, points: int, typical: Mapping[Sym, int]) -> bool:
-    """Whether a read is of few points: by a much smaller node, or once for all that a reduction joins."""
+    """Whether a read needs few points of a value: the node is much smaller, or it is a reduction with few results that
+    reads the value once per result."""
     if not isinstance(n, (Pointwise, Reduce)) or isinstance(n, Segment):
         return False
     vars = n.kept if isinstance(n, Reduce) and symbols <= frozenset(n.kept) else n.vars
@@ -240,7 +241,7 @@ def is_sample(symbols: Set[Sym], n: Node, points: int, typical: Mapping[Sym, int
 
 
 def depth_of(everything: list[Expr]) -> int:
-    """The longest chain in what `walk` gave: operands come before their users."""
+    """The length of the longest chain of operations in the result of `walk`, where operands come before their users."""
     depth: dict[Expr, int] = {}
     for e in everything:
         depth[e] = 1 + max((depth[a] for a in (*e.args, *index_children(e))), default=0)
@@ -253,7 +254,8 @@ def divisions_in(everything: list[Expr]) -> int:
 
 
 def neighbour_rows(n: Pointwise, graph: Graph) -> float:
-    """How many rows are read for one row of the result; no number, if its variable decides where something is read."""
+    """How many rows are read for one row of the result; infinite if there is no contiguous variable, or if it is part
+    of a computed index."""
     b = graph.buffers[n.names[0]]
     row = next((v for v, step in zip(n.vars, b.strides or (), strict=False) if step is ONE and v.size is not ONE), None)
     if row is None:
@@ -269,7 +271,7 @@ def neighbour_rows(n: Pointwise, graph: Graph) -> float:
 
 def _decide(b: Body, n: Node, uses: int, hard: str | None, repeated: bool, places: int, rows: float,
             t: Tuning) -> str | None:
-    """None to inline it into n, else the reason to keep the value."""
+    """The reason to keep the value in memory; None to inline it into n."""
     if b.reads == 0 and b.divisions and repeated:
         return "a table, with divisions"
     if b.reads == 0 and b.cost <= 2 * t.cheap:
@@ -279,12 +281,13 @@ def _decide(b: Body, n: Node, uses: int, hard: str | None, repeated: bool, place
     if b.cost <= 1 and b.reads <= 1:
         return None  # only moves data
     beside = b.cost <= t.cheap_beside_memory
-    written = places == 1 and isinstance(n, Pointwise)  # every time it is computed, something is written
+    written = places == 1 and isinstance(n, Pointwise)  # each time it is computed, one element is written
     if b.reads <= 1 and (b.cost <= t.cheap or (beside and written)):
         return None
     if uses == 1 and isinstance(n, Pointwise) and places * rows <= t.neighbour_rows and b.cost <= 3 * rows:
-        # A weighted sum of rows: they lie near, and its tables are read once for a row. In rows of n: read again, or
-        # read once, written, which counts twice, and read at these places.
+        # A weighted sum of rows: the rows are close together, and its tables are read once per row. Compared in rows of
+        # n: inlined, its rows are read at each place; kept, they are read once, the value is written (which counts
+        # twice) and read at each place.
         made, kept = volume(n.vars), volume(b.node.vars)
         share = kept.const / max(made.const, 1) if made.is_const and kept.is_const else 1
         if places * rows <= (rows + 2) * share + places:
@@ -293,21 +296,21 @@ def _decide(b: Body, n: Node, uses: int, hard: str | None, repeated: bool, place
         return None
     if repeated or places > 1:
         return "read more than once by one consumer"
-    # Either every consumer reads what it reads; or that is read once, and what comes of it written, and read by each.
+    # Inlined, every consumer reads its inputs. Kept, these are read once, and the value is written and read by each.
     if uses == 1 or (beside and b.reads * uses <= b.reads + 1 + uses):
         return None
     return f"{uses} consumers and {b.cost} operations"
 
 
 def domains_of(n: Node) -> list[frozenset[Sym]]:
-    """The sets of variables its expressions are evaluated over."""
+    """The sets of variables over which a node's expressions are evaluated."""
     if isinstance(n, Scatter):
         return [frozenset(n.vars), frozenset(n.out_vars)]
     return [frozenset(n.vars)] if isinstance(n, (Pointwise, Reduce, Scan)) else []
 
 
 def map_exprs(n: Node, fn) -> Node:  # type: ignore[no-untyped-def]
-    """The node with `fn` applied to each of its expressions, those inside a scatter's target included."""
+    """The node with `fn` applied to each of its expressions, including those inside a scatter's target."""
     if isinstance(n, Pointwise):
         return replace(n, body=fn(n.body))
     if isinstance(n, Segment):

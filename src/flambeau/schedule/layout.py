@@ -1,8 +1,8 @@
 """Chooses the memory order of intermediate values, for which torch prescribes none.
 
-Such a value follows what it is computed from, so that its kernel walks both in order; or, where that says nothing (a
-scatter goes anywhere), what is computed from it. Channels that are contiguous in an image stay so half way through
-a resize.
+A value takes the order of the values it is computed from, so that its kernel walks both in order. If that gives none (a
+scatter writes anywhere), it takes the order of the values computed from it. The channels of a channels-last image thus
+stay contiguous between the two steps of a resize.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Order = tuple[int, ...]  # dimensions, the one with the largest step first
 
 
 def settle_layouts(graph: Graph) -> None:
-    fixed = materialised(graph)  # what others are to read has the layout that they expect
+    fixed = materialised(graph)  # values read from outside the kernels have the layout that their readers expect
     readers: dict[str, list[Node]] = defaultdict(list)
     for n in graph.nodes:
         for name in n.reads():
@@ -37,7 +37,7 @@ def settle_layouts(graph: Graph) -> None:
 
 
 def by_sources(n: Node, buffers: dict[str, Buffer]) -> Iterator[Order]:
-    """The order in which a node walks what it reads; the largest first."""
+    """Yields the order in which a node walks each buffer that it reads, the largest buffer first."""
     if isinstance(n, (Pointwise, Reduce)):
         vars = n.kept if isinstance(n, Reduce) else n.vars
         read = [e.attr for e in loads(*n.exprs())]
@@ -48,7 +48,7 @@ def by_sources(n: Node, buffers: dict[str, Buffer]) -> Iterator[Order]:
 
 
 def by_readers(name: str, readers: Sequence[Node], buffers: dict[str, Buffer]) -> Iterator[Order]:
-    """The order in which those who read all of it, element by element, write."""
+    """Yields the order in which each map that reads the whole buffer, element by element, writes its result."""
     for r in readers:
         if isinstance(r, Pointwise) and not isinstance(r, Scatter):
             out = buffers[r.names[0]]
@@ -61,7 +61,7 @@ def by_readers(name: str, readers: Sequence[Node], buffers: dict[str, Buffer]) -
 
 
 def walked(vars: Sequence[Sym], index: Sequence[Index], b: Buffer) -> Order | None:
-    """The variables by their step in memory, if each of them has one and they can be compared."""
+    """The variables, largest step in memory first; None unless each of them has one and the steps can be compared."""
     if b.strides is None:
         return None
     steps: list[tuple[int, int, int]] = []
@@ -74,7 +74,7 @@ def walked(vars: Sequence[Sym], index: Sequence[Index], b: Buffer) -> Order | No
         c = index[spots[0]].coefficient(v) if spots else None
         if c is not None and c.is_const:
             stride = stride * c
-        if len(stride.terms) + bool(stride.const) != 1 or not is_nonneg(stride):  # nor is it zero if elements are
+        if len(stride.terms) + bool(stride.const) != 1 or not is_nonneg(stride):  # a step of zero is none
             return None
         (mono, coef), = stride.terms or (((), stride.const),)
         steps.append((-len(mono), -coef, k))

@@ -1,7 +1,7 @@
 """Turns a group of nodes into a loop nest: stages, addresses, and the shape of the loops.
 
 Dimensions are split where an index divides them, ordered so that memory is walked in order, and merged where every
-access walks two of them as one. The variable that is contiguous in most accesses is the one that vectorises.
+access walks two of them as one. The variable that is contiguous in most accesses is vectorised.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from .fuse import Group, member_exprs
 from .rewrites.one_pass import alive, exponentials_at_once
 
 _INT64 = torch.int64
-FLOAT = 4  # bytes of an element, where the most common dtype is near enough
-# What an access adds to the score of a variable as the innermost one: its elements lie next to each other, are one,
-# lie apart, or who knows where. It counts by how often it happens, and these factors.
+FLOAT = 4  # bytes of an element of the most common dtype, where an estimate is enough
+# What an access adds to the score of a variable as the innermost one, if its elements are adjacent, the same, apart, or
+# at unknown places. The score is weighted by how often the access happens, and by the factors that follow.
 NEXT, SAME, APART, UNKNOWN = 2.0, 0.25, -1.0, -0.5
-STORED = 2.0  # a line that is stored is loaded first
-CACHED = 0.1  # in small tables, or where the variables within decide
-SHORT = 6.0  # accesses that a loop costs which is too short for a vector
-LATER = 0.01  # of variables that are as good, the last
-_LARGE = 1 << 10  # elements: a size that is known only at the run, where steps are compared
+STORED = 2.0  # a cache line is loaded before it is stored to
+CACHED = 0.1  # accesses to small tables, or accesses that do not depend on the inner variables
+SHORT = 6.0  # accesses: the penalty of a loop that is too short for a vector
+LATER = 0.01  # of equally good variables, the last wins
+_LARGE = 1 << 10  # elements: assumed for a run-time size when steps are compared
 
 
 def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) -> Expr:
-    """Reads become addresses; reads of what the kernel computes become locals."""
+    """The expression with reads at memory addresses; reads of values that the kernel computes become locals."""
 
     def fn(x: Expr) -> Expr:
         if x.op != "load":
@@ -61,7 +61,7 @@ def linear(e: Expr, buffers: dict[str, Buffer], local: Callable[[str], bool]) ->
         there = has_elements(buffers[name], index)
         mask = x.args if there is None else (there & x.args[0] if x.args else there,)
         read = Expr("load", x.dtype, mask, (name, (buffers[name].place(index),)))
-        return held(read, index)  # a stride of zero takes an index out of the address, not its check
+        return held(read, index)  # a stride of zero removes an index from the address, but its check must stay
 
     return rewrite(e, fn)
 
@@ -71,8 +71,8 @@ def is_empty(b: Buffer) -> bool:
 
 
 def has_elements(b: Buffer, index: Sequence[Index]) -> Expr | None:
-    """Where the buffer has any elements, if that matters: one that has none can be accessed at an index that fails its
-    check (and is zero then), and nowhere else. The check stays, the access goes."""
+    """The condition that a buffer has elements; None if it need not be tested. A buffer without elements can only be
+    accessed at an index that fails its check (and is zero then). The check stays, the access is masked out."""
     checked = any(e.op == "check" for i in index for a in i.atoms() if isinstance(a, Dyn) for e in walk(a.expr))
     if is_empty(b):
         return const(False, torch.bool)
@@ -89,7 +89,7 @@ class NestDraft:
     stores: dict[str, Index]
     stage_of: dict[str, int] = field(default_factory=dict)
     bounds: tuple[Expr, Expr] | None = None
-    typical: dict[Sym, int] = field(default_factory=dict)  # of sizes that are known only at the run
+    typical: dict[Sym, int] = field(default_factory=dict)  # typical values of run-time sizes
 
     def about(self, size: Index, unknown: int) -> int:
         return about(size, self.typical, unknown)
@@ -115,7 +115,8 @@ class NestDraft:
         return out + [(n, a, True) for n, a in self.stores.items()]
 
     def stages_that_read(self) -> dict[tuple[str, Index], int]:
-        """In how many stages of a reduction an address is read, if each computes again what it needs of the points."""
+        """The number of stages of a reduction that read each address, if each stage recomputes the point values that it
+        needs."""
         points: dict[str, set[tuple[str, Index]]] = {}
         found: set[tuple[tuple[str, Index], int | None]] = set()
         for i in self.items:
@@ -127,7 +128,8 @@ class NestDraft:
         return Counter(read for read, _ in found)
 
     def is_plain(self, e: Expr) -> bool:
-        """Whether it speaks of no outer point but by the place of what is read there."""
+        """Whether an expression uses outer variables at most in the address of an unmasked load, and no data decide
+        that address."""
         plain = e.op == "load" and not e.args and not any(isinstance(a, Dyn) for a in e.attr[1][0].atoms())
         return plain or all(i.symbols().isdisjoint(self.outer) for i in e.own_indices())
 
@@ -136,14 +138,14 @@ class NestDraft:
 
 
 def draft_group(g: Group, buffers: dict[str, Buffer], stored: set[str]) -> NestDraft:
-    # Everything is in the order of its making: equal layers get equal text, in every process.
+    # Everything stays in the order in which it was made, so that equal layers get equal text in every process.
     made = dict.fromkeys(n for m in g.members for n in m.node.names)
     items: list[Item] = []
     axes = g.axes if g.axes is not None else frozenset()
     for m in g.members:
         exprs = tuple(linear(e, buffers, made.__contains__) for e in member_exprs(m))
         combine: Combine | None = m.node.combine if isinstance(m.node, Reduce) else None
-        if combine is not None and not axes and g.segment is None:  # of one element: its components as they are
+        if combine is not None and not axes and g.segment is None:  # reduces one element: its components as they are
             items += [Item((name,), m.level, (e,)) for name, e in zip(m.node.names, exprs, strict=True)]
         else:
             items.append(Item(m.node.names, m.level, exprs, combine))
@@ -171,7 +173,7 @@ def locals_in(exprs: Sequence[Expr]) -> set[str]:
 
 
 def stage(d: NestDraft, g_has_axes: bool) -> None:
-    """When each item runs: full stages are even, outer stages odd; a reduction is ready one stage later."""
+    """Assign each item to a stage: full stages are even, outer stages odd; a reduction is ready one stage later."""
     made: dict[str, tuple[int, str]] = {}
     for i in d.items:
         t = 1 if i.level == "outer" else 0
@@ -192,10 +194,10 @@ def stage(d: NestDraft, g_has_axes: bool) -> None:
 
 def bring_forward(d: NestDraft, row: int | None, caps: Capabilities, dtype_of: dict[str, DType]
                   ) -> tuple[set[str], set[str]]:
-    """Full-level values that a later stage reads: computed again, kept in a scratch row, or stored.
+    """Provide the full-level values that a later stage reads: computed again, kept in a scratch row, or stored.
 
-    `row`: elements that a worker has in fast memory at once, if that is known. Where registers are that memory, nothing
-    is stored: what they do not hold is computed again, from what is read again anyway.
+    `row`: the number of elements that a worker holds in fast memory at once, if that is known. If this memory is
+    registers, nothing is stored: values that do not fit are computed again, from inputs that are read again anyway.
 
     Returns (names for the scratch row, names that must be stored after all).
     """
@@ -223,7 +225,7 @@ def bring_forward(d: NestDraft, row: int | None, caps: Capabilities, dtype_of: d
             late = {n for n in locals_in(d.items[k].exprs) if n in bodies and d.stage_of[n] < t and n not in d.stores}
             again = {n for n in late if n not in scratch and n not in extra
                      and cost_of(bodies[n].exprs) <= caps.tuning.recompute
-                     and not bodies.keys() & locals_in(bodies[n].exprs)}  # to repeat it would repeat those too
+                     and not bodies.keys() & locals_in(bodies[n].exprs)}  # recomputing it would recompute those too
             for n in sorted(late - again - scratch - extra):
                 (scratch if keep(n) else again if caps.row_registers else extra).add(n)
             memo: dict[Expr, Expr] = {}
@@ -236,7 +238,7 @@ def bring_forward(d: NestDraft, row: int | None, caps: Capabilities, dtype_of: d
 
 
 def read_words(d: NestDraft) -> int:
-    """Of 32 bits, that an inner point reads."""
+    """The number of 32-bit words that an inner point reads."""
     inner = frozenset(d.inner)
     return sum(-(-e.dtype.itemsize // 4) for e in loads(*d.exprs()) if e.attr[1][0].symbols() & inner)
 
@@ -245,7 +247,8 @@ def read_words(d: NestDraft) -> int:
 
 
 def split_dims(d: NestDraft, lists: Sequence[list[Sym]], whole: Sym | None = None) -> None:
-    """x // k and x % k of a variable, unless it stays whole: two variables instead, where k divides its size."""
+    """Split each variable x of which an index uses x // k or x % k into two, if k divides its size and it is not
+    `whole`."""
     for _ in range(16):
         found = next(((v, k) for i in d.indices() for v, k in i.quotients() if any(v in vs for vs in lists)
                       and v is not whole and k is not v.size and (v.size // k) * k is v.size), None)
@@ -261,8 +264,8 @@ def split_dims(d: NestDraft, lists: Sequence[list[Sym]], whole: Sym | None = Non
 
 
 def long_lines(d: NestDraft, t: Tuning) -> Sym | None:
-    """A variable along which a transposition reads, in lines that parts of it would make too short for that: the
-    channels of a normalisation, whose statistics are those of some channels together."""
+    """The variable along which a transposition reads, if splitting it would make its lines too short for that; else
+    None. An example is the channels of a normalisation whose statistics are shared by groups of channels."""
     vector = choose_vector(d, d.outer, t)
     tile = choose_tile(d, d.outer, vector, t)
     parts = [d.about(k, t.vector_least) for i in d.indices() for v, k in i.quotients() if v is tile]
@@ -272,8 +275,8 @@ def long_lines(d: NestDraft, t: Tuning) -> Sym | None:
 def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | None:
     """The variable that is contiguous in most accesses; stores count double, jumps count against.
 
-    What a kernel touches once per outer point (the result of a row's reduction) hardly counts, nor does a table that a
-    map reads again and again."""
+    Accesses that a kernel makes once per outer point (the result of a row's reduction) hardly count, nor do reads of a
+    table that a map reads again and again."""
     best: Sym | None = None
     best_score = 0.0
     inner = frozenset(d.inner)
@@ -302,8 +305,8 @@ def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | N
 
 
 def span(v: Sym, d: NestDraft, t: Tuning) -> Index:
-    """The extent of a variable together with those that what is read at inner points walks as one with it, each a step
-    of all that it has; or the results of a map, where a machine walks their lines as one."""
+    """The extent of a variable together with the variables that the indices walk as one with it. For an outer variable
+    of a reduction, only indices at inner points count; for a map on a machine with `flat_maps`, only the stores."""
     left = [w for w in (d.inner if v in d.inner else d.outer) if w is not v]
     length, inner = v.size, frozenset(d.inner)
     main = [i for i in d.indices() if inner & i.symbols()] if inner and v not in inner else list(d.indices())
@@ -316,9 +319,9 @@ def span(v: Sym, d: NestDraft, t: Tuning) -> Index:
 
 
 def order(vars: list[Sym], d: NestDraft, vector: Sym | None, t: Tuning | None = None) -> list[Sym]:
-    """Largest step of the main access outermost, the vector variable innermost. The main access is a store or, if the
-    machine's numbers ask for it, what leaves most of its lines to other rows than its own."""
-    main = [a for _, a, _ in sorted(d.accesses(), key=lambda access: not access[2])]  # reads, where no store has a step
+    """Order variables: the largest step of the main access outermost, the vector variable innermost. The main access is
+    a store or, if the tuning sets `row_lines`, the access whose cache lines are shared with the most other rows."""
+    main = [a for _, a, _ in sorted(d.accesses(), key=lambda access: not access[2])]  # reads count if no store steps
     if t is not None and t.row_lines:
         main.sort(key=lambda a: lines_to_share(a, d, vector, t))
     steps = {v: next((c for a in main if (c := a.coefficient(v)) is not None and c is not ZERO), None) for v in vars}
@@ -332,8 +335,8 @@ def order(vars: list[Sym], d: NestDraft, vector: Sym | None, t: Tuning | None = 
 
 
 def lines_to_share(address: Index, d: NestDraft, vector: Sym | None, t: Tuning) -> int:
-    """For comparing: less, the more lines of it are left to the neighbours of a row. What a row has only one of hardly
-    counts, nor does what fills its lines by itself, or lies in a cache as a whole."""
+    """A sort key of an access: the smaller, the more of its cache lines are left to the neighbours of a row. Accesses
+    made once per row come last; those that fill their lines by themselves, or fit in a cache, hardly count."""
     if d.inner and address.symbols().isdisjoint(d.inner):
         return 1
     points = d.about(volume(v for v in (*d.outer, *d.inner) if v in address.symbols()), t.row_lines)
@@ -341,13 +344,13 @@ def lines_to_share(address: Index, d: NestDraft, vector: Sym | None, t: Tuning) 
 
 
 def jumps(address: Index, v: Sym | None) -> bool:
-    """Whether neighbours along a variable are none in memory."""
+    """Whether points that are neighbours along a variable are not adjacent in memory."""
     return v is not None and address.coefficient(v) not in (ONE, ZERO)
 
 
 def shortest_across(d: NestDraft, vector: Sym, candidates: Sequence[Sym], t: Tuning) -> Sym:
-    """The variable to go innermost instead of a long one, if something lies the other way: those of a short one are
-    soon over, and the rest of the lines of either is still in a cache."""
+    """The variable to go innermost: `vector`, or a shorter one if `vector` is long and other accesses are contiguous
+    along the shorter one. A short loop ends soon, so the rest of the cache lines of both is still in a cache."""
     jumping = [a for _, a, _ in d.accesses() if jumps(a, vector)]
 
     def leaves(v: Sym) -> bool:
@@ -359,12 +362,12 @@ def shortest_across(d: NestDraft, vector: Sym, candidates: Sequence[Sym], t: Tun
 
 
 def distance(step: Index | None, typical: Mapping[Sym, int] | None = None) -> int:
-    """In elements, for comparing; of a step that is known only at the run, as if all sizes in it were large."""
+    """The length of a step in elements, for comparing. Run-time sizes without a typical value count as large."""
     return 0 if step is None else abs(about(step, {**dict.fromkeys(step.symbols(), _LARGE), **(typical or {})}, 0))
 
 
 def merge(vars: list[Sym], d: NestDraft) -> list[Sym]:
-    """Neighbours that every access walks as one become one."""
+    """Merge neighbouring variables that every access walks as one."""
     for k in range(len(vars) - 2, -1, -1):
         a, b = vars[k], vars[k + 1]
         if mergeable(a, b, d):
@@ -379,7 +382,7 @@ def mergeable(a: Sym, b: Sym, d: NestDraft) -> bool:
 
 
 def merged_size(v: Sym, vars: Sequence[Sym], d: NestDraft) -> Index:
-    """The extent of a variable with those before it that are going to be one with it."""
+    """The extent of a variable together with those before it that will be merged with it."""
     size, at = v.size, vars.index(v)
     while at and mergeable(vars[at - 1], vars[at], d):
         at -= 1
@@ -388,17 +391,17 @@ def merged_size(v: Sym, vars: Sequence[Sym], d: NestDraft) -> Index:
 
 
 def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning) -> Sym | None:
-    """A second variable that is contiguous where the vector variable jumps: a transposition."""
+    """A second variable that is contiguous where the vector variable jumps (a transposition); None if there is none."""
     if vector is None:
         return None
-    # Lines shorter than a vector: a tile is walked as one line, if all that is not transposed allows it.
+    # Lines shorter than a vector: a tile is walked as one line, if all accesses that are not transposed allow it.
     short = d.about(vector.size, t.transpose_least) < t.transpose_least
     if short and not (t.flat_tiles and vector.size.is_const):
         return None
     votes: dict[Sym, int] = {}
     for _, address, _ in d.accesses():
         c = address.coefficient(vector)
-        # Quotients of the variable, as of what is repeated, jump as well; where only data decide, nothing is known.
+        # Quotients of the variable, as in a repeat, jump as well. Nothing is known about addresses that data decide.
         if c is ONE or c is ZERO or c is None and any(isinstance(a, Dyn) for a in address.atoms()):
             continue
         for v in vars:
@@ -410,15 +413,15 @@ def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning
 
 
 def flat(d: NestDraft, tile: Sym, vector: Sym) -> bool:
-    """Whether all but what a tile transposes walks the two as one."""
+    """Whether all indices except those of the reads that a tile transposes walk the two variables as one."""
     transposed = {a for e in loads(*d.exprs()) if not e.args and (a := e.attr[1][0]).coefficient(tile) is ONE
                   and a.coefficient(vector) not in (ONE, ZERO) and not any(isinstance(x, Dyn) for x in a.atoms())}
     return all(i in transposed or walks_as_one(i, tile, vector) for i in d.indices())
 
 
 def crossing(d: NestDraft, vector: Sym, t: CpuTuning) -> Sym:
-    """The variable to go innermost where what is reduced lies along different ones: few of its points are gone over
-    before the others move on, so that lines that are read across are still in the cache then."""
+    """The variable to go innermost if the reduced data is contiguous along different variables. Only a block of its
+    points is walked before the other variables advance, so that cache lines read across are still in the cache then."""
     across = [v for v in d.inner if any(a.coefficient(v) is ONE for _, a, _ in d.accesses() if vector in a.symbols())]
     if len(across) < 2 or not all(v.size.is_const for v in across):
         return vector
@@ -443,8 +446,9 @@ def crossing(d: NestDraft, vector: Sym, t: CpuTuning) -> Sym:
 
 
 def wrapped(d: NestDraft, vector: Sym, t: CpuTuning) -> Sym | None:
-    """A variable to walk as one with a short vector variable, as results do: a compiler computes what is left of a line
-    after whole vectors one by one. What is read in another order is brought into this one first."""
+    """A variable to walk as one with a short vector variable, as the stores do; None if that does not pay. Otherwise a
+    compiler computes the elements left over after whole vectors one by one, in each line. Data that is read in another
+    order is brought into this one first."""
     if not (len(d.outer) > 1 and d.outer[-1] is vector and vector.size.is_const and cost_of(d.exprs()) >= t.flat_work):
         return None
     if not t.is_ragged(vector.size.const, widest_float(d.exprs())) or not all(map(d.is_plain, walk(*d.exprs()))):
@@ -467,7 +471,7 @@ def wrapped(d: NestDraft, vector: Sym, t: CpuTuning) -> Sym | None:
 def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Capabilities, typical: dict[Sym, int],
                 exact: bool = False) -> tuple[LoopKernel, set[str]]:
     """The kernel of a group, and the buffers it stores beyond those asked for. `typical`: values of run-time sizes;
-    `exact`: with the bits of separate passes."""
+    `exact`: results must have the bits of separate passes."""
     d = draft_group(g, buffers, stored)
     has_axes = g.axes is not None
     if not g.axes or caps.programs > 1:  # else a reduction's rounding would depend on the sizes that came first
@@ -475,12 +479,12 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     stage(d, has_axes)
     lists = [d.outer, d.inner]
     split_dims(d, lists, None if has_axes or not d.outer else long_lines(d, caps.tuning))
-    # A segment's ends are read before its lanes: they may not differ from lane to lane.
+    # A segment's bounds are read before its lanes run, so they must be the same for all lanes.
     tied = set().union(*(e.symbols() for e in d.bounds)) if d.bounds else set()
     candidates = [*d.outer, *d.inner] if g.segment is None else [v for v in d.outer if v not in tied]
     t = caps.tuning
     vector = choose_vector(d, candidates, t) if candidates else None
-    if vector in d.outer and not d.typical:  # which of the variables that are kept it is, rounds nothing
+    if vector in d.outer and not d.typical:  # the choice among kept variables does not affect rounding
         vector = choose_vector(replace(d, typical=typical), [v for v in candidates if v in d.outer], t)
     d.outer, d.inner = (order(vars, d, vector) for vars in (d.outer, d.inner))
     tile = choose_tile(d, d.outer, vector, t) if not has_axes else None
@@ -493,7 +497,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     last_outer = d.outer[-1] if d.outer else None
     before = list(d.outer)
     d.outer = merge(d.outer, d)
-    if tile is not None:  # merged with those before it, it is contiguous as before
+    if tile is not None:  # merged with the variables before it, it is still contiguous
         ends = volume(before[before.index(tile) + 1:])
         tile = next((v for k, v in enumerate(d.outer)
                      if volume(d.outer[k + 1:]) is ends), None)
@@ -519,7 +523,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
     stages: dict[int, list[Item]] = {}
     for i in d.items:
         stages.setdefault(d.stage_of[i.names[0]], []).append(i)
-    # What nobody reads any more, as it is computed again elsewhere, needs no item of its own.
+    # Items that nothing reads any more, because they are computed again elsewhere, are dropped.
     ordered = alive([tuple(stages[t]) for t in sorted(stages)], d.stores)
     if caps.row_registers and not caps.holds(row or d.about(volume(d.inner), 1), read_words(d)) or \
             isinstance(t, BlockTuning) and not exact and (row is None or row > t.row):
@@ -534,7 +538,7 @@ def shape_group(g: Group, buffers: dict[str, Buffer], stored: set[str], caps: Ca
 
 
 def is_held(d: NestDraft, vector: Sym | None, length: int, buffers: dict[str, Buffer], t: Tuning) -> bool:
-    """Whether a worker has fast memory for all that it reduces, as far as that depends on the form of its loops."""
+    """Whether a worker's fast memory holds all the data that it reduces, as far as the loop form decides that."""
     if vector in d.inner:
         return isinstance(t, BlockTuning) or not is_shared(volume(d.outer), as_index(length), t)
     read = {e.attr[0] for e in loads(*d.exprs())}
@@ -542,7 +546,7 @@ def is_held(d: NestDraft, vector: Sym | None, length: int, buffers: dict[str, Bu
 
 
 def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Buffer]) -> tuple[Param, ...]:
-    """Pointer arguments in order of first use: text does not depend on buffer names."""
+    """Pointer arguments in order of first use, so that the text does not depend on buffer names."""
     written = {n for n, _, s in accesses if s}
     anywhere = {n for n, a, _ in accesses if any(isinstance(x, Dyn) and x.hi is None for x in a.atoms())}
     return tuple(Param(n, buffers[n].dtype, n in written, reach=reach_of(buffers[n]) if n in anywhere else None)
@@ -550,12 +554,12 @@ def params_of(accesses: Sequence[tuple[str, Index, bool]], buffers: dict[str, Bu
 
 
 def reach_of(b: Buffer) -> Index:
-    """How many elements of memory lie between its first and its last, with both."""
+    """The number of elements of memory from a buffer's first to its last, inclusive."""
     return b.place([n - 1 for n in b.shape]) + 1
 
 
 def sizes_of(d: NestDraft, params: Sequence[Param]) -> tuple[Sym, ...]:
-    """Run-time sizes that the kernel needs."""
+    """The run-time sizes that the kernel needs."""
     loop = {*d.outer, *d.inner}
     free: set[Sym] = {s for p in params if p.reach is not None for s in p.reach.symbols()}
     for i in d.indices():
@@ -631,7 +635,7 @@ def shape_scatter(n: Scatter, buffers: dict[str, Buffer], typical: dict[Sym, int
     vars = [v for v in n.vars if v.size is not ONE]
     out_vars = [v for v in n.out_vars if v.size is not ONE]
     where = [as_index(v) if v in out_vars else ZERO for v in n.out_vars]
-    # A variable that is an index of the target by itself: no two of its values can meet there.
+    # Variables that are an index of the target by themselves: points with different values of them never meet.
     free = {v for t in target if isinstance(v := t.atom(), Sym) and v in vars} if not n.unique else set(vars)
     owner = owners = None
     for k, t in enumerate(target):

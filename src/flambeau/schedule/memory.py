@@ -18,7 +18,7 @@ from flambeau.ir.program import (
     values_in,
 )
 
-ALIGN = 256  # libraries choose kernels by the alignment of pointers, up to this much
+ALIGN = 256  # bytes: libraries choose kernels by the alignment of pointers, up to this one
 
 
 @dataclass
@@ -79,8 +79,8 @@ def span(b: BufferPlan) -> Index:
 
 def plan_memory(p: ProgramDraft, most: int | None = None, apart: Callable[[str, str], bool] | None = None) -> None:
     """Assign offsets to arena buffers: largest first, at the lowest place free during their whole life. Buffers of more
-    than `most` bytes are allocated separately. `apart`: whether the lifetimes of two buffers are disjoint, if steps of
-    several streams overlap, so that the list of steps does not tell."""
+    than `most` bytes are allocated separately. `apart`: whether the lifetimes of two buffers are disjoint; needed if
+    steps of several streams overlap, because the order of the steps does not tell then."""
     lives = lifetimes(p)
     arena = [b for b in p.buffers.values() if b.place == "arena"]
     known = []

@@ -19,7 +19,7 @@ _STEPS = ("floor", "ceil", "trunc", "round")
 
 
 def widen(e: Expr) -> Expr:
-    """A float32 value rounded to half precision and widened again stays as it was."""
+    """Removes the rounding of a float32 value to half precision that is widened again at once."""
     if e.op == "cast" and e.dtype is torch.float32 and e.args[0].op == "cast" and e.args[0].dtype in _SMALL:
         inner = e.args[0].args[0]
         if is_float(inner.dtype) and inner.dtype is torch.float32:
@@ -28,8 +28,8 @@ def widen(e: Expr) -> Expr:
 
 
 def keep_compared(roots: list[Expr], memo: dict[Expr, Expr]) -> None:
-    """What is compared with another value stays as eager rounded it: a maximum must equal the value it came from. So
-    does what becomes a whole number: beside a step, the last digit decides which."""
+    """Keeps eager's rounding of values that are compared with another value: a maximum must equal the value it came
+    from. Also keeps that of values converted to whole numbers: near a step, the last digit decides the result."""
     everything = list(walk(*roots))
     compared = {a for e in everything if e.op in _STEPS or e.op == "cast" and not is_float(e.dtype)
                 or e.op in _COMPARISONS and all(a.op != "const" for a in e.args) for a in e.args}
@@ -45,8 +45,8 @@ def keep_rounded(e: Expr, memo: dict[Expr, Expr]) -> None:
 
 
 def narrow(e: Expr, choices: tuple[str, ...] = _CHOICES) -> Expr:
-    """A choice among values of half precision is one of them: made as they are stored, it needs no rounding, which is
-    most of the work of a rectifier."""
+    """Makes a choice among half-precision values (where, min, max) in half precision. The result is one of them, so it
+    needs no rounding, which is most of the work of a rectifier."""
     if e.op == "cast" and e.dtype in _SMALL and e.args[0].op in choices:
         chosen = stored(e.args[0], e.dtype, choices)
         return e if chosen is None else chosen
@@ -54,12 +54,14 @@ def narrow(e: Expr, choices: tuple[str, ...] = _CHOICES) -> Expr:
 
 
 def choose(e: Expr) -> Expr:
-    """The same where the sign of zeros counts: a comparison does not see it, minima and maxima do."""
+    """`narrow` for `where` alone, if the sign of zeros counts: minima and maxima see it, but the comparisons that would
+    replace them do not."""
     return narrow(e, ("where",))
 
 
 def stored(e: Expr, dtype: DType, choices: tuple[str, ...] = _CHOICES) -> Expr | None:
-    """A float32 value as one of `dtype`, if it is a choice among numbers and values that were widened from it."""
+    """A float32 expression computed in `dtype`; None unless it is a choice among constants and values widened from
+    `dtype`."""
     if e.op == "const":
         return None if math.isnan(e.attr) else const(e.attr, dtype)
     if e.op == "cast":
@@ -79,13 +81,13 @@ def stored(e: Expr, dtype: DType, choices: tuple[str, ...] = _CHOICES) -> Expr |
 
 
 def apply_policy(graph: Graph) -> None:
-    """No rounding between fused operators, unless the policy asks for that of eager."""
+    """Removes the rounding between fused operators, unless the policy asks for eager's."""
     last = choose if graph.policy.orders_zeros else narrow
     for rule in (last,) if graph.policy.rounds else (widen, last):
         memo: dict[Expr, Expr] = {}
         if rule is widen:
             keep_compared([e for n in graph.nodes for e in n.exprs()], memo)
-            if graph.capabilities.multiplies is not None:  # small numbers: a factor that eager rounds to one, stays so
+            if graph.capabilities.multiplies is not None:  # a factor that eager rounds to half precision stays rounded
                 for e in (e for n in graph.nodes if isinstance(n, Contract) for e in n.factors or ()):
                     keep_rounded(e, memo)
         graph.nodes = [map_exprs(n, lambda e, f=rule, m=memo: rewrite(e, f, None, m)) for n in graph.nodes]

@@ -74,13 +74,13 @@ def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:
 
 
 def is_flipped(v: Value, var: Sym) -> bool:
-    """Whether it walks a dimension of its buffer backwards: torch has no negative strides."""
+    """Whether a value walks a dimension of its buffer backwards: torch has no negative strides."""
     steps = (i.coefficient(var) for i in v.index)
     return any(s is not None and (s.bounds()[1] or 0) < 0 for s in steps)
 
 
 def may_alias(n: Extern) -> bool:
-    """Whether a result can share memory with an argument; without a schema nobody knows."""
+    """Whether a result can share memory with an argument; assumed so if the operator has no schema."""
     schema = getattr(n.target, "_schema", None)
     if isinstance(n, (Send, Fetch)):
         return False
@@ -88,7 +88,7 @@ def may_alias(n: Extern) -> bool:
 
 
 def make_views_real(graph: Graph, results: bool = True, arguments: bool = True) -> None:
-    """Externs and outputs take strided memory: anything else is copied first."""
+    """Copy the arguments of externs and the outputs that are not strided views of memory."""
     added: list[Pointwise] = []
 
     def real(x: Any) -> Any:
@@ -124,7 +124,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
         settle_layouts(graph)
         made = len(graph.nodes)
         make_views_real(graph, arguments=False)
-        if len(graph.nodes) > made:  # on which stream, and before which of the caller's events?
+        if len(graph.nodes) > made:  # unknown: on which stream to copy, and before which of the caller's events
             raise UnsupportedError("a result that is laid out anew, in a function that uses streams")
     for section in sections(graph):
         p.steps += section.steps
@@ -150,7 +150,7 @@ def schedule(graph: Graph, caps: Capabilities, check: bool = False) -> Program:
 
 def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, seen: dict[AnyKernel, int], stream: int
              ) -> list[Step]:
-    """The launches and calls of a graph on one stream. Kernels, and notes of what stays memory, go to the draft."""
+    """The launches and calls of a graph on one stream. Kernels, and notes on values kept in memory, go to the draft."""
     notes = p.notes
     order_scatters(graph, caps)
     settle_layouts(graph)
@@ -201,15 +201,15 @@ def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, see
 
 
 def without_stores(k: LoopKernel, within: set[str]) -> LoopKernel:
-    """The kernel without memory for values that had to be computed in one place, and that none of its stages reads
-    back: that place is the kernel itself."""
+    """The kernel without stores of the values `within` that none of its stages reads back. They were kept only to be
+    computed in a single place, and that place is this kernel."""
     names = within.intersection(dict(k.stores)).difference(*map(k.read_back, k.stages))
     return k if not names else replace(k, stores=tuple((n, at) for n, at in k.stores if n not in names),
                                        params=tuple(p for p in k.params if p.name not in names))
 
 
 def launched(kernel: Kernel | AttentionKernel, p: ProgramDraft, seen: dict[AnyKernel, int], stream: int) -> Launch:
-    """A launch of the kernel, which is one with those that are equal."""
+    """A launch of the kernel; equal kernels are added to the draft only once."""
     at = seen.setdefault(kernel, len(p.kernels))
     if at == len(p.kernels):
         p.kernels.append(kernel)
@@ -217,7 +217,7 @@ def launched(kernel: Kernel | AttentionKernel, p: ProgramDraft, seen: dict[AnyKe
 
 
 def checks(g: Group | Single) -> bool:
-    """Whether its kernel looks for what is wrong with its data."""
+    """Whether the group's kernel checks its data for errors."""
     return any(e.op in CHECKED for n in g.nodes for e in walk(*n.exprs()))
 
 
@@ -232,7 +232,7 @@ def place_buffers(p: ProgramDraft, graph: Graph) -> None:
     used = set(lifetimes(p)) | {v.buffer for v in values_in(p.outputs)} | set(graph.inputs)
     returned = {v.buffer for v in values_in(p.outputs)}
     from_calls = {n for s in p.steps if isinstance(s, Call) and s.out is None for n in s.names}
-    # Memory that a call's result may share must live as long as that result: it is not the arena's.
+    # Memory that a call's result may share must live as long as that result, so it does not come from the arena.
     shared = {v.buffer for s in p.steps if isinstance(s, Call) and s.aliases for v in values_in((s.args, s.kwargs))}
     for name, b in graph.buffers.items():
         if name not in used:

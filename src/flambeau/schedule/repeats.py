@@ -43,7 +43,7 @@ class Region:
 
 def find_regions(tokens: Sequence[int], weights: Sequence[float], costs: Sequence[float], count: int = 4
                  ) -> list[Region]:
-    """Regions of at least `count` instances that do not overlap, those that save the most first.
+    """The regions with at least `count` instances that do not overlap, those that save the most first.
 
     `costs[i]` is the cost of a cut before token i."""
     return _Search(tokens, weights, costs, count).run()

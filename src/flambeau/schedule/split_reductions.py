@@ -1,4 +1,4 @@
-"""Splits reductions with few results and many points: the pieces are reduced in parallel, and then their results."""
+"""Splits reductions with few results and many points: pieces are reduced in parallel, and then the pieces' results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .forms import held_columns
 from .loop_nests import FLOAT, distance
 from .rewrites.one_pass import sum_of, with_sum_below
 
-WIDE = 4  # elements of an access that is worth its alignment
+WIDE = 4  # elements of a wide, aligned access
 
 
 def split_reductions(graph: Graph, caps: Capabilities) -> None:
@@ -54,8 +54,8 @@ def split_reductions(graph: Graph, caps: Capabilities) -> None:
 
 
 def sums_and_largest(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
-    """In pieces, and a softmax's sum with its largest element, so that rows are read once for both; nothing, where n is
-    not cut."""
+    """Split a softmax's maximum together with its sum, so that rows are read once for both. Returns no nodes if n is
+    not such a maximum, or is not split."""
     found = None if graph.policy.exact else with_sum_below(n, graph.nodes)
     if found is None:
         return []
@@ -70,7 +70,7 @@ def sums_and_largest(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
 
 
 def whole_row(graph: Graph, n: Node) -> Hashable:
-    """What a reduction of all elements of tensors in one order does to them; None if it is something else."""
+    """A key of what a reduction computes, if it is over all elements of tensors of the same memory order; else None."""
     if not isinstance(n, Reduce) or isinstance(n, (Contract, Partial, Segment)) or graph.policy.exact \
             or not all(v.size.is_const for v in n.vars):
         return None
@@ -86,7 +86,7 @@ def whole_row(graph: Graph, n: Node) -> Hashable:
 
 
 def in_blocks(graph: Graph, n: Reduce) -> list[Node]:
-    """Cut into pieces of as many elements as a block of a table has."""
+    """Cut a reduction into pieces of as many elements as a block of a table has."""
     points = int(volume(n.reduced))
     if points <= CHUNK:
         return [n]
@@ -98,13 +98,14 @@ def in_blocks(graph: Graph, n: Reduce) -> list[Node]:
 
 
 def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
-    """Sizes of a run count as those of the capture: they decide how many pieces there are, of any length."""
+    """Split a reduction into enough pieces to occupy the machine; [n] if it need not be split. Run-time sizes count as
+    at capture: they decide the number of pieces, but not their length."""
     if graph.policy.exact and not all(v.size.is_const for v in n.vars):
         return [n]
     points, results = (about(volume(vars), graph.typical, 0) for vars in (n.reduced, n.kept))
     t = caps.tuning
     short = None if graph.policy.exact else short_line(graph, n, t)
-    if short is not None:  # each of its elements is a column, beside those of the variable along which lines go on
+    if short is not None:  # each of its elements is a column, next to those of the kept variable that continues lines
         points, results = points // short.size.const, results * short.size.const
     rows = short is None and reduces_contiguous(graph, n)
     across = rows and written_across(graph, n, t.vector_least)
@@ -115,8 +116,8 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     halves = 1 if rows else halves_apart(graph, n)
     if not 0 < programs * (4 if rows and not across else 2) <= caps.programs * halves or points < 4 * least:
         return [n]
-    # Rows that are written across would be few columns of one kernel: they are reduced and then, in tiles, written.
-    # Columns of several pieces are one program where there are few.
+    # Rows whose map writes across them would be few columns of one kernel: they are reduced first, then written in
+    # tiles. If there are few columns, one program takes those of several pieces.
     beside = 1 if rows else max(1, min(4, t.split_columns // max(results, 1)))
     wanted = max(2, min(caps.programs // results, points // t.split_piece)) if across else \
         min(caps.programs * halves * beside // programs, points // least)
@@ -124,21 +125,22 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     cuts = pieces_of(graph, n, wanted, t, alone)
     fixed = all(v.size.is_const for v in n.vars)
     mapped = fixed or any(isinstance(m, Pointwise) and volume(m.vars) is volume(n.vars) for m in graph.nodes)
-    # Where no map has its points, they may be counted anew.
+    # If no map has the same points, the reduced variables may be merged.
     if short is None and not (mapped and all(is_even(v, c) for v, c in cuts.items())):
         n = joined(graph, n)
         cuts = pieces_of(graph, n, wanted, t, alone)
     return cut(graph, n, cuts, rows, alone) if len(cuts) > len(alone) else [n]
 
 
-Cut = tuple[Index, Index]  # how many pieces, and how long each of them is
+Cut = tuple[Index, Index]  # the number of pieces, and the length of each
 
 
 def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning, alone: dict[Sym, Cut]) -> dict[Sym, Cut]:
-    """What lies farthest apart is cut first: pieces are stretches of memory. But what is read two ways is cut where its
-    pieces are no shorter than lines. `alone`: what is cut already."""
+    """The cuts of a reduction's variables. The one with the largest step is cut first, so that pieces are stretches of
+    memory; but data that is read in two directions is cut where its pieces are no shorter than cache lines. `alone`:
+    cuts that are already made."""
     cuts = dict(alone)
-    at, main = places(graph, n), main_places(graph, n)  # a number for each row does not make rows of columns
+    at, main = places(graph, n), main_places(graph, n)  # values read once per row do not decide the direction
     lines = [v for v in n.reduced if any(i.coefficient(v) is ONE for i in main)]
     whole = [i for i in at if all(i.coefficient(v) is not ZERO for v in n.reduced if v.size is not ONE)]
 
@@ -149,7 +151,7 @@ def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning, alone: dict[Sym, 
 
     for v in sorted(n.reduced, key=order):
         pieces = min(wanted, about(v.size, graph.typical, 0))
-        if len(lines) > 1 and v in lines:  # what others read across is a line here: pieces of it stay lines
+        if len(lines) > 1 and v in lines:  # contiguous in some reads, crossed by others: pieces stay whole lines
             pieces = min(pieces, -(-about(v.size, graph.typical, 0) // t.split_even))
         if v not in alone and pieces >= (t.split_more if len(cuts) > len(alone) else 2):
             length = ONE if pieces == about(v.size, graph.typical, 0) else ceildiv(v.size, pieces)
@@ -166,7 +168,8 @@ def is_even(v: Sym, c: Cut) -> bool:
 
 
 def joined(graph: Graph, n: Reduce) -> Reduce:
-    """Reduced variables that every read walks as one are one: a piece of it ends anywhere, and needs no division."""
+    """Merge reduced variables that every read walks as one: a piece of the result ends anywhere and needs no
+    division."""
     found = next(((a, b) for a, b in permutations([v for v in n.reduced if v.size is not ONE], 2)
                   if all(walks_as_one(i, a, b) for i in places(graph, n))), None)
     if found is None:
@@ -180,7 +183,7 @@ def joined(graph: Graph, n: Reduce) -> Reduce:
 
 
 def places(graph: Graph, n: Reduce) -> list[Index]:
-    """The addresses of what it reads, and all other indices that it computes with."""
+    """The addresses of a reduction's reads, and all other indices that it computes with."""
     out: list[Index] = []
     for e in walk(*n.inputs):
         b = graph.buffers[e.attr[0]] if e.op == "load" else None
@@ -189,10 +192,10 @@ def places(graph: Graph, n: Reduce) -> list[Index]:
 
 
 def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool, alone: Collection[Sym] = ()) -> list[Node]:
-    """Reduce pieces of variables' points, and then what they come to. The order of points stays, so that maps of the
-    same may join; results next to each other in memory are those of one piece (and of elements `alone`), unless by
-    `rows`."""
-    # Variables, and whether their pieces are counted.
+    """Reduce pieces of variables' points, and then the pieces' results. The order of points stays, so that maps over
+    the same points can be fused. Adjacent in memory are the results of one piece (and of elements of `alone`); with
+    `rows`, the pieces of one row."""
+    # Variables, and whether the new variable counts pieces or points within one.
     order = [(v, piece) for v in n.vars for piece in ((True, False) if v in cuts else (False,))]
     vars = dim_vars([cuts[v][0] if piece else cuts[v][1] if v in cuts else v.size for v, piece in order])
     at = dict(zip(order, as_indices(vars), strict=True))
@@ -205,7 +208,7 @@ def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool, alone: Collec
     inputs = tuple(e.subs(mapping) for e in n.inputs)
     if inside:
         there = functools.reduce(operator.and_, inside)
-        # What is the same for all points of a row is there to be read wherever the row has any.
+        # Loads that are the same for all points of a row need no mask.
         moving = frozenset(vars[k] for k, (v, _) in enumerate(order) if v in cuts)
         inputs = tuple(where(there, masked(e, there, moving), start)
                        for e, start in zip(inputs, n.combine.identity, strict=True))
@@ -227,7 +230,7 @@ def cut(graph: Graph, n: Reduce, cuts: dict[Sym, Cut], rows: bool, alone: Collec
 
 
 def main_places(graph: Graph, n: Reduce) -> list[Index]:
-    """The addresses of what is read at the most points."""
+    """The addresses of the reads that depend on the most variables."""
     own = frozenset(v for v in n.vars if v.size is not ONE)
     found = [b.place(e.attr[1]) for e in loads(*n.inputs) if (b := graph.buffers[e.attr[0]]).strides is not None]
     depths = [len(own & place.symbols()) for place in found]
@@ -235,7 +238,8 @@ def main_places(graph: Graph, n: Reduce) -> list[Index]:
 
 
 def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
-    """Whether what is read next to each other is reduced together, or nothing that is read changes along a row."""
+    """Whether adjacent elements in memory are reduced together, in at least half of the main reads that change along a
+    row."""
     score = 0
     for place in main_places(graph, n):
         if place.symbols().isdisjoint(n.reduced):
@@ -248,14 +252,14 @@ def reduces_contiguous(graph: Graph, n: Reduce) -> bool:
 
 
 def first_step(place: Index, v: Sym, vars: Sequence[Sym], typical: Mapping[Sym, int]) -> int:
-    """How far the second point of a variable is from its first: later ones may be anywhere, after a division."""
+    """The distance from a variable's first point to its second; later points may be anywhere, after a division."""
     start: dict[Sym, Index] = dict.fromkeys(vars, ZERO)
     return distance(place.subs({**start, v: ONE}) - place.subs(start), typical)
 
 
 def short_line(graph: Graph, n: Reduce, t: Tuning) -> Sym | None:
-    """A reduced variable that is the short end of lines which go on along one that is kept, as the channels of one
-    group do beside those of the next."""
+    """A reduced variable that is the short end of lines that continue along a kept variable, as the channels of one
+    group are followed by those of the next; None if there is none."""
     at, itemsize = main_places(graph, n), max((e.dtype.itemsize for e in loads(*n.inputs)), default=1)
     for v in n.reduced:
         short = v.size.is_const and (v.size.const < t.vector_least or v.size.const * itemsize < t.line_bytes)
@@ -266,15 +270,15 @@ def short_line(graph: Graph, n: Reduce, t: Tuning) -> Sym | None:
 
 
 def halves_apart(graph: Graph, n: Reduce) -> int:
-    """How many times as many programs keep memory busy where columns are read one by one, as rows of odd lengths are:
-    halves have half as much on its way."""
+    """The factor by which more programs are needed to keep memory busy, if columns are read element by element, as in
+    rows of odd lengths: with half-precision elements, half as many bytes are in flight."""
     wide = all(any(is_line(at, v, WIDE) for v in n.kept) for at in main_places(graph, n))
     return 1 if wide else max(1, 4 // max((e.dtype.itemsize for e in loads(*n.inputs)), default=4))
 
 
 def is_staged(graph: Graph, n: Reduce) -> bool:
-    """Whether its points are those of another node that it waits for, or that waits for it: of one kernel, if neither
-    is cut."""
+    """Whether another node over as many points waits for this reduction, or it for the other: they are one kernel if
+    neither is split."""
     made = {name for m in graph.nodes if isinstance(m, Reduce) and volume(m.vars) is volume(n.vars) for name in m.names}
     return bool(n.reads() & made) or any(
         isinstance(m, Pointwise | Reduce) and volume(m.vars) is volume(n.vars) and m.reads() & {*n.names}
@@ -282,14 +286,15 @@ def is_staged(graph: Graph, n: Reduce) -> bool:
 
 
 def is_held(n: Reduce, points: int, rows: bool, caps: Capabilities) -> bool:
-    """Whether one program holds what it reduces, so that later stages do not read it again."""
+    """Whether one program holds all elements that it reduces, so that later stages do not read them again."""
     if rows:
         return caps.row_elements is not None and points <= caps.row_elements
     return held_columns(points, [e.dtype.itemsize for e in loads(*n.inputs)], caps.tuning) > 0
 
 
 def written_across(graph: Graph, n: Reduce, least: int) -> bool:
-    """Whether a map of the same points that reads what they come to writes so many of different rows side by side."""
+    """Whether a map over the same points that reads the results writes elements of at least `least` different rows side
+    by side."""
     shape = [v.size for v in n.vars]
     for m in graph.nodes:
         if isinstance(m, Pointwise) and [v.size for v in m.vars] == shape and set(n.names) & m.reads():

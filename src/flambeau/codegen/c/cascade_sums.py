@@ -42,8 +42,8 @@ class Levels:
 class CascadeWriter(WindowWriter):
     def levels(self, reductions: Sequence[Item], states: dict[str, str], lanes: int, steps: Index | None, every: int,
                used: str = "") -> Levels | None:
-        """Levels above these accumulators for so many steps, `every` of which are added up before they move up a level.
-        `used`: the number of lanes in use, where it is known only at the run."""
+        """The levels above these accumulators for `steps` steps; after every `every` steps the sums move up a level.
+        `used`: the number of lanes in use, if it is known only at run time."""
         reductions = [i for i in reductions if rounds(i.joins)]
         if not reductions or steps is not None and steps.is_const and steps.const <= every:
             return None

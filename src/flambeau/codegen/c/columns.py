@@ -1,6 +1,6 @@
 """Column reductions in C: the vectorised variable is kept, not reduced.
 
-A block of columns has its states side by side and the rows go past.
+The states of a block of columns are side by side, and its rows are walked one after the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ColumnWriter(LoopWriter[Arrays]):
         super().__init__(dialect, kernel)
         self.origin: str | None = None  # first column of the current block
         self.used = ""  # columns of the current block
-        self.shared_by_rows: dict[Expr, str] = {}  # what is the same for all rows of a block
+        self.shared_by_rows: dict[Expr, str] = {}  # values that are the same for all rows of a block
 
     def render(self) -> list[str]:
         k = self.k
@@ -44,9 +44,9 @@ class ColumnWriter(LoopWriter[Arrays]):
         self.origin = "0" if single else self.sym(block)
         how = None if long else self.parallel((*k.outer, *k.inner), self.cost, len(others) + (not single))
         with self.nest(others, how, *(() if single else ((block, self.extent(v), str(width)),))):
-            self.end = self.end_of(self.origin, width, v.size)  # which keeps the states in registers, if it is known
+            self.end = self.end_of(self.origin, width, v.size)  # a known width keeps states in registers
             self.used = str(width)
-            if not v.size.is_const:  # of few columns: states of a whole block would take longer
+            if not v.size.is_const:  # there may be few columns: states of a whole block would take longer
                 self.used = self.fresh("w")
                 self.line(f"const {self.d.long} {self.used} = {self.end} - {self.origin};")
             for name, level in self.level_of.items():
@@ -129,7 +129,7 @@ class ColumnWriter(LoopWriter[Arrays]):
                 self.combine_into(i.joins, [f"{arrays[n]}[{at}]" for n in i.names], values[0])
 
     def rows_at_a_time(self, stage: Sequence[Item]) -> int:
-        """Rows to unroll: several where accumulators spill to memory and the body is short and does nothing but sum."""
+        """How many rows to unroll: several if accumulators spill to memory and the body is short and only reduces."""
         exprs = exprs_of(stage)
         last = self.k.inner[-1].size
         if any(i.combine is None for i in stage) or last is None or last.is_const and last.const < 2 * CPU.joined_rows:
@@ -144,7 +144,7 @@ class ColumnWriter(LoopWriter[Arrays]):
         return 1 if inner or CPU.joined_rows * written(exprs) > CPU.copied else CPU.joined_rows
 
     def column_rows(self, stage: Sequence[Item], arrays: dict[str, str], lo: str, hi: str, rows: int) -> None:
-        """The rows of the innermost reduced variable from lo to hi."""
+        """Accumulates the rows of the innermost reduced variable from lo to hi."""
         v = self.k.inner[-1]
         if rows == 1:
             with self.loop(v, lo, hi):
@@ -186,7 +186,7 @@ class ColumnWriter(LoopWriter[Arrays]):
         return any(e.dtype.itemsize < 4 for e in loads(*exprs_of(stage)))
 
     def part(self, stage: Sequence[Item], rows: int) -> int:
-        """Rows of a cascade step. Half precision rounds its inputs by much more than a long sum adds."""
+        """The number of rows of a cascade step. Half precision rounds its inputs by much more than a long sum adds."""
         return rows * CPU.joins if rows > 1 else 4 * CPU.additions if self.of_halves(stage) else CPU.additions
 
     def set_identity(self, reductions: Sequence[Item], arrays: dict[str, str]) -> None:

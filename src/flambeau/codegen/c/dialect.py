@@ -9,14 +9,14 @@ from flambeau.ir.expr import SPECIAL
 
 from ..dialect import TEAM, CLike, Lanes, Shares, Steps
 
-# Eager has these from a vector library of its own, or has formulas of its own for them.
+# Functions that eager computes with its own vector library or its own formulas.
 INEXACT = SPECIAL | frozenset((
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
     "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "pow", "atan2", "hypot",
     "sqrt", "rsqrt", "fmod", "remainder"))
 
 
-# Those of a library (lib/elementary.h): of float64 all of them.
+# Functions that are calls into a library (lib/elementary.h): all of these in float64, CALLED_FLOAT otherwise.
 CALLED = frozenset(("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "erf", "sin", "cos", "tan", "sinh",
                     "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh", "erfc", "pow", "atan2", "hypot",
                     "sigmoid", "erfinv"))
@@ -30,14 +30,14 @@ class Cpp(CLike):
         torch.uint8: "uint8_t", torch.uint16: "uint16_t", torch.uint32: "uint32_t", torch.uint64: "uint64_t",
         torch.bool: "bool",
     }
-    stored = {**types, torch.bool: "uint8_t"}  # in memory: g++ 12 finds no vectors for bools beside wider types
+    stored = {**types, torch.bool: "uint8_t"}  # in memory: g++ 12 does not vectorise bools beside wider types
     fused = "fl::madd"
-    # By bits: g++ makes branches of such conditions, and a loop with many of them stays scalar.
+    # Chooses by bits: g++ turns conditionals into branches, and a loop with many of them stays scalar.
     choice = "fl::choose({}, {}, {})"
-    # Half as wide as a 64-bit sum; and where that sum is cut to 32 bits, g++ 12 gives up on the vectors.
+    # Half as wide as a 64-bit sum; and if a 64-bit sum is narrowed to 32 bits, g++ 12 does not vectorise.
     narrow = "(int32_t){}"
-    # With -fno-trapping-math g++ 12 takes (float)(int)x for trunc(x), of which a zero keeps the sign of x. A zero that
-    # it knows nothing of stands between the two.
+    # With -fno-trapping-math g++ 12 turns (float)(int)x into trunc(x), whose zero keeps the sign of x. A zero whose
+    # value the compiler does not know separates the two conversions.
     rounded = "({0} | ({1})unknown_zero)"
     small = {torch.bfloat16: "fl::to_bf16", torch.float16: "fl::to_half"}
 
@@ -45,14 +45,14 @@ class Cpp(CLike):
     thread, threads = "fl::thread()", "fl::threads()"
     zeros = "{}{{}}"
     preprocessed = True
-    # A function of its own: contraction is allowed for whole functions.
+    # A separate function, because contraction can only be enabled for whole functions.
     inlined = 'static __attribute__((noinline, optimize("fp-contract=fast")))'
     unlikely = "__builtin_expect({}, 0)"
 
     def pragma(self, how: Steps, reports: bool, counted: bool) -> str:
         faults = " reduction(max:bad)" if reports else ""
         if isinstance(how, Lanes):
-            # What `omp simd` reduces, g++ keeps in memory: a loop that reports is told that its steps are independent.
+            # g++ keeps a reduction of `omp simd` in memory, so a loop that reports is only marked as independent steps.
             return "#pragma GCC ivdep" if reports and counted else f"#pragma omp simd{faults}"
         if isinstance(how, Shares):
             collapse = f" collapse({how.loops})" if how.loops > 1 else ""

@@ -11,8 +11,8 @@ from flambeau.ir.tuning import CPU
 
 
 def pieces(exprs: Sequence[Expr], v: Sym, addresses: bool = False) -> list[tuple[int, int]]:
-    """The ranges of v in which every comparison of an index with a bound has one outcome; the smaller or larger of
-    two indices as well, if `addresses` count."""
+    """The ranges of v in which every comparison of an index with a bound has one outcome; with `addresses`, every
+    minimum or maximum of two indices in an address as well."""
     if not v.size.is_const or v.size.const < 2:
         return []
     n = v.size.const
@@ -31,7 +31,7 @@ def pieces(exprs: Sequence[Expr], v: Sym, addresses: bool = False) -> list[tuple
 
 
 def differences(exprs: Sequence[Expr], addresses: bool) -> Iterator[Index]:
-    """Whether each of these is greater than zero decides what the expressions ask of their indices."""
+    """Yields indices; whether each is greater than zero decides the comparisons in the expressions."""
     for e in walk(*exprs):
         if e.op in ("lt", "le", "gt", "ge") and all(a.op in ("index", "const") for a in e.args):
             x, y = (as_index(a.attr) if a.op == "const" else a.attr for a in e.args)
@@ -47,13 +47,13 @@ def is_border(a: object) -> TypeGuard[Op]:
 
 
 def choices(i: Index) -> list[Index]:
-    """What an index can be, where it is the smaller or the larger of two."""
+    """The indices that a minimum or maximum chooses from; the index itself if it is neither."""
     a = i.atom()
     return [*choices(a.a), *choices(a.b)] if is_border(a) else [i]
 
 
 def affordable(exprs: Sequence[Expr], v: Sym, parts: Sequence[tuple[int, int]]) -> bool:
-    """A body written out once for each part, simplified there, must stay quick to compile."""
+    """Whether a body that is written out once for each part, and simplified there, stays quick to compile."""
     if len(parts) > CPU.copied // 10:
         return False
     total = 0
@@ -65,7 +65,7 @@ def affordable(exprs: Sequence[Expr], v: Sym, parts: Sequence[tuple[int, int]]) 
 
 
 def written(exprs: Sequence[Expr]) -> int:
-    """How many expressions the text will hold; small constant loops are written out."""
+    """The number of expressions that the text will hold; small constant loops are written out."""
     total = 0
     loops: set[tuple[Expr, ...]] = set()
     for e in walk(*exprs):

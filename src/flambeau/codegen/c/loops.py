@@ -1,9 +1,9 @@
-"""What maps and reductions in C share: values of earlier stages, items, and partial results in arrays of lanes.
+"""The common base of maps and reductions in C: values of earlier stages, items, and partial results in arrays of lanes.
 
-A map goes along its contiguous variable (`maps.py`). Of a reduction, either the vector variable is reduced: each outer
-point walks its row in lanes (`rows.py`). Or it is kept: a block of columns has its states side by side and the rows go
-past (`columns.py`). With many outer points threads divide those; with few, they divide the rows in chunks whose number
-depends on the sizes alone, so that results do not depend on the number of threads.
+A map walks its contiguous variable (`maps.py`). In a reduction, either the vector variable is reduced: each outer point
+walks its row in lanes (`rows.py`). Or it is kept: the states of a block of columns are side by side while its rows are
+walked (`columns.py`). Threads divide the outer points if there are many; else they divide the rows in chunks, whose
+number depends on the sizes alone, so that results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def offset_items(items: Sequence[Item], rows: Sequence[Sym], v: Sym) -> list[Ite
 
 
 def widest_of(stage: Sequence[Item]) -> int:
-    """Bytes of the widest component of a state."""
+    """The bytes of the widest component of a state."""
     return max(d.itemsize for i in reductions_of(stage) for d in i.dtypes)
 
 
@@ -42,7 +42,7 @@ class LoopWriter(StageWriter[S], CascadeWriter):
         self.cost = cost_of(exprs_of(kernel.items))
         self.level_of = {n: i.level if i.combine is None else "outer" for i in kernel.items for n in i.names}
         self.dtype_of = kernel.dtype_of()
-        self.narrowed: dict[Sym, Index] = {}  # variables that are known to stay in a part of their range, for now
+        self.narrowed: dict[Sym, Index] = {}  # variables that are limited to a part of their range at the moment
 
     def render(self) -> list[str]:
         raise NotImplementedError
@@ -77,7 +77,7 @@ class LoopWriter(StageWriter[S], CascadeWriter):
             self.store(name, self.address[name].subs(self.narrowed), text)
 
     def hold(self, name: str, text: str) -> None:
-        """A value of the outer point, for the stages that follow."""
+        """Keeps a value of the outer point for the stages that follow."""
 
     def become(self, name: str, text: str) -> None:
         held = self.fresh("v")  # a register, not an array element that every later loop would read again
@@ -89,7 +89,7 @@ class LoopWriter(StageWriter[S], CascadeWriter):
 
     @contextmanager
     def inside(self, v: Sym, lo: int, hi: int) -> Iterator[None]:
-        """Within this block v is known to lie in [lo, hi): comparisons that this decides fall away."""
+        """Limits v to [lo, hi) within this block: comparisons that this decides are removed."""
         narrow = Sym(v.name, v.size, lo, hi - 1)
         self.names[narrow] = self.sym(v)
         self.ranges[v] = (str(lo), str(hi), narrow)
@@ -103,8 +103,8 @@ class LoopWriter(StageWriter[S], CascadeWriter):
         return Lanes(points, size) if written(exprs) * CPU.bodies <= CPU.copied else LANES
 
     def vector_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item]) -> None:
-        """The innermost loop of a map, cut where its masks change (padding, the parts of a concatenation) and where
-        an index stops at a border, so that the long parts have none of that."""
+        """Writes the innermost loop of a map, split where its masks change (padding, the parts of a concatenation) and
+        where an index stops at a border, so that the long parts have neither."""
         exprs = [e.subs(self.narrowed) for i in items for e in i.exprs]
         whole = lo == "0" and hi == self.extent(v)
         parts = pieces(exprs, v, addresses=True)
@@ -121,7 +121,7 @@ class LoopWriter(StageWriter[S], CascadeWriter):
                               str(b) if whole else f"{self.fl}imin({hi}, {b})", items, LANES)
         if len(long) == len(parts):
             return
-        # What is left are short ends and gaps: one plain loop steps over the long parts.
+        # Short ends and gaps are left: one plain loop covers them and skips the long parts.
         name = self.sym(v)
         next_ = name
         for a, b in long:
@@ -142,7 +142,7 @@ class LoopWriter(StageWriter[S], CascadeWriter):
                 self.map_item(i)
 
     def side_by_side(self, values: Sequence[Expr], v: Sym, start: str, end: str, width: int) -> dict[Expr, str]:
-        """Values at the points of a block, each in an array of its own: how to read them there."""
+        """Computes values at the points of a block, each into an array; returns how to read them there."""
         known = {}
         for e in values:
             array = self.fresh("h")
@@ -169,12 +169,12 @@ class LoopWriter(StageWriter[S], CascadeWriter):
         self.line(f"for (int l = 0; l < {count}; ++l) {array}[l] = {start};")
 
     def join(self, reductions: Sequence[Item], into: dict[str, str], parts: dict[str, str], there: str = "l") -> None:
-        """Lane l of some states with a lane of others."""
+        """Combines lane l of some states with a lane of others."""
         for i in reductions:
             self.combine_into(i.joins, [f"{into[n]}[l]" for n in i.names], [f"{parts[n]}[{there}]" for n in i.names])
 
     def take(self, i: Item, states: dict[str, str], at: str) -> None:
-        """At a lane."""
+        """Combines the values of an item into the states of a lane."""
         slots = [f"{states[n]}[{at}]" for n in i.names if n in states]
         if i.joins.name == "sum" and (factors := self.factors(i.exprs[0])) is not None:
             self.line(f"{slots[0]} = {self.plus(slots[0], factors)};")
@@ -183,8 +183,8 @@ class LoopWriter(StageWriter[S], CascadeWriter):
 
     @contextmanager
     def parts(self, lo: str, hi: str, size: int, levels: Levels | None) -> Iterator[tuple[str, str]]:
-        """From lo to hi in parts of this size, after each of which the states rise; in the loop over a part nothing
-        else happens, so that they can stay in registers."""
+        """Loops from lo to hi in parts of this size; after each part the states move up a level. The loop over a part
+        does nothing else, so that the states can stay in registers."""
         if levels is None:
             yield lo, hi
             return
@@ -195,7 +195,7 @@ class LoopWriter(StageWriter[S], CascadeWriter):
             self.rise(levels)
 
     def chunks(self, total: Index, least: int, unit: int = 1) -> tuple[str, str, Index | None]:
-        """(number of chunks, length of one, this length if it is certain) from the sizes alone."""
+        """The number of chunks, the length of one, and this length if it is constant; all from the sizes alone."""
         if total.is_const:
             size = max(least, -(-total.const // CPU.chunks))
             size = -(-size // unit) * unit
@@ -204,7 +204,7 @@ class LoopWriter(StageWriter[S], CascadeWriter):
         even = f"({self.index(total)} + {CPU.chunks - 1}) / {CPU.chunks}"
         self.line(f"const {self.d.long} {size_name} = {self.fl}imax({least}, {even});")
         count = self.fresh("m")
-        # At least one, in which states have their identity.
+        # At least one chunk, whose states hold the identity.
         needed = f"({self.index(total)} + {size_name} - 1) / {size_name}"
         needed = needed if is_positive(total) else f"{self.fl}imax(1, {needed})"
         self.line(f"const {self.d.long} {count} = {needed};")

@@ -23,14 +23,14 @@ class MapWriter(LoopWriter[None]):
         return self.scopes[0].lines
 
     def points(self) -> None:
-        """No variable is contiguous."""
+        """Writes a map in which no variable is contiguous."""
         k = self.k
         with self.nest(k.outer, self.parallel(k.outer, self.cost, len(k.outer)) if k.outer else None):
             for i in k.items:
                 self.map_item(i)
 
     def lines(self) -> None:
-        """Along the contiguous variable."""
+        """Writes vector loops along the contiguous variable."""
         k, v, items = self.k, self.k.vector, self.k.items
         assert v is not None
         others = tuple(x for x in k.outer if x is not v)
@@ -41,7 +41,7 @@ class MapWriter(LoopWriter[None]):
         if k.form.name == "chunks":
             self.chunked(others, v, items)
             return
-        if is_positive(volume(others)):  # where there are no rows, eager does not look at the index either
+        if is_positive(volume(others)):  # if there are no rows, eager does not check the index either
             items = self.settled(items, v)
         exprs = exprs_of(items)
         for w in others:
@@ -54,7 +54,7 @@ class MapWriter(LoopWriter[None]):
         self.vectors(others, v, items)
 
     def rows_that_share(self, others: tuple[Sym, ...], c: Sym, v: Sym, items: Sequence[Item]) -> None:
-        """For a block of points first what is the same for all c, then each c."""
+        """For each block of points, computes the values that are the same for all c first, and then loops over c."""
         items = offset_items(items, (c,), v)
         values = shared_values(exprs_of(items), (c,), v)
         if not values:  # what seemed shared was an offset
@@ -75,7 +75,7 @@ class MapWriter(LoopWriter[None]):
                     self.map_item(i)
 
     def settled(self, items: list[Item], v: Sym) -> list[Item]:
-        """An index that is the same in every row is checked once, before them all."""
+        """Checks indices that are the same in every row once, before all rows; returns the items without the checks."""
         loops = frozenset(self.k.outer)
         again = [e for e in walk(*exprs_of(items))
                  if e.op == "check" and len(e.args) == 1 and e.symbols() & loops == {v}]
@@ -99,7 +99,7 @@ class MapWriter(LoopWriter[None]):
             self.vector_loop(v, "0", self.extent(v), items)
 
     def chunked(self, others: tuple[Sym, ...], v: Sym, items: Sequence[Item]) -> None:
-        """Few or no outer points: the contiguous variable itself is divided."""
+        """Divides the contiguous variable itself, because there are few or no outer points."""
         part = Sym(f"{v.name}b", v.size)
         step = CPU.chunk
         how = self.parallel(self.k.outer, self.cost, len(others) + 1)
@@ -113,10 +113,10 @@ class MapWriter(LoopWriter[None]):
             self.vector_loop(v, self.sym(part), end, items)
 
     def tiles(self) -> None:
-        """Two variables are each contiguous somewhere: walk them in tiles that fit the first cache.
+        """Walks two variables, each contiguous in some access, in tiles that fit the first-level cache.
 
-        What is contiguous along the second one is transposed in a small array first: lines that lie a power of two
-        apart would want the same place in the cache, and so each of them is read and written as a whole."""
+        Data that is contiguous along the second one is transposed in a small array first: lines a power of two apart
+        compete for the same place in the cache, so each of them is read and written as a whole."""
         v, t = self.k.vector, self.k.tile
         assert v is not None and t is not None
         others = tuple(x for x in self.k.outer if x is not v and x is not t)

@@ -1,4 +1,4 @@
-"""What all kernels share: parameters, stores, combines, and parallel loops."""
+"""The common base of all kernels: parameters, stores, combines, and parallel loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .prefetch import coming
 
 
 def extent_names(pointer: str) -> tuple[str, str]:
-    """Of the first element that may be accessed, and of the end."""
+    """The names of the first element that may be accessed, and of the end."""
     return f"{pointer}_first", f"{pointer}_end"
 
 
@@ -52,7 +52,7 @@ class NestWriter(Writer):
     # ---- accesses that are checked -----------------------------------------------------------------------
 
     def within(self, name: str, address: str) -> str:
-        """Whether an address lies in the buffer; reported if it does not."""
+        """The condition that an address is in the buffer; it reports a fault if not."""
         self.scopes[-1].checks = True
         site = self.d.constant(access(list(self.short).index(name)), torch.int64)
         first, end = extent_names(self.short[name])
@@ -63,15 +63,15 @@ class NestWriter(Writer):
 
     @contextmanager
     def accessed(self, name: str, address: str) -> Iterator[None]:
-        """Around a statement that writes there."""
+        """The scope of a statement that writes to an address, which is checked if the dialect is bounded."""
         with self.scope(f"if ({self.within(name, address)}) {{") if self.d.bounded else nullcontext():
             yield
 
     def prefetch(self, exprs: Sequence[Expr], step: Sym, along: Sym) -> None:
-        """Ask for the rows (along a variable) that these will read some steps from now."""
+        """Prefetch the rows (along a variable) that these expressions will read some steps from now."""
         if not self.d.prefetch:
             return
-        known = {along, *self.sizes}.union(*(s.vars for s in self.scopes))  # not so the places in a window
+        known = {along, *self.sizes}.union(*(s.vars for s in self.scopes))  # excludes places in a window
         for name, address in dict.fromkeys((e.attr[0], e.attr[1][0]) for e in loads(*exprs)):
             row = None if address.symbols() - known else coming(address, self.dtypes[name].itemsize, step, along)
             if row is not None:
@@ -110,7 +110,7 @@ class NestWriter(Writer):
         return f"{self.d.fused}({', '.join(factors)}, {total})"
 
     def end_of(self, start: str, side: int, size: Index) -> str:
-        """Of a block of so many points; how many that is, a compiler should see where it is certain."""
+        """The end of a block of `side` points, as a text that shows the compiler a constant number of points."""
         if size.is_const and size.const % side == 0:
             return f"{start} + {side}"
         end = self.fresh("e")
@@ -118,7 +118,7 @@ class NestWriter(Writer):
         return end
 
     def nested(self, vars: Sequence[Sym], body: Callable[[], None]) -> None:
-        """Serial loops, each a scope of its own so that what does not change moves out."""
+        """Serial loops, each a separate scope so that invariant code moves out."""
         if not vars:
             body()
             return
@@ -126,12 +126,12 @@ class NestWriter(Writer):
             self.nested(vars[1:], body)
 
     def work(self, vars: Sequence[Sym], cost: int) -> int | None:
-        """Element operations of a loop nest, None if unknown before the run."""
+        """The element operations of a loop nest; None if unknown before the run."""
         total = volume(vars)
         return int(total) * cost if total.is_const else None
 
     def parallel(self, vars: Sequence[Sym], cost: int, loops: int) -> Shares | None:
-        """How threads divide a nest of so many loops; None where it is too small for that."""
+        """How threads divide a nest of so many loops; None if it is too small for that."""
         amount = self.work(vars, cost)
         if amount is not None and amount < CPU.serial:
             return None

@@ -23,12 +23,12 @@ class Coming:
 
 
 def coming(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
-    """Of an access in a loop over `step` around one over `along`: the row some steps from now, or None where to ask
-    for it brings nothing."""
+    """The row that an access will touch some steps from now, in a loop over `step` around one over `along`; None if
+    prefetching it brings nothing."""
     if not along.size.is_const:
         return None
     finding = [a.expr for a in address.atoms() if isinstance(a, Dyn)]
-    # To look ahead must be cheap, and possible: what the kernel itself computes is not there yet.
+    # Looking ahead must be cheap and possible: values that the kernel itself computes are not available yet.
     if cost_of(finding) > CPU.prefetch_cost or any(e.op in ("local", "carry", "raw", "fold") for e in walk(*finding)):
         return None
     slope = address.coefficient(along)
@@ -37,7 +37,7 @@ def coming(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | Non
 
 
 def _row(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
-    """A row that lies where data say."""
+    """The coming row, if data decide where it begins."""
     length = along.size.const * itemsize
     if length > CPU.prefetch_longest or not any(_is_far(mono, coef * itemsize, step) for mono, coef in address.terms):
         return None
@@ -48,7 +48,7 @@ def _row(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
 
 
 def _stretch(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | None:
-    """Elements that lie where data say, but for each step within a stretch of its own: all of that stretch."""
+    """The coming stretch, if data decide where single elements are, but those of each step are in one stretch."""
     jumps = [(a, coef) for mono, coef in address.terms for a in mono[:1]
              if len(mono) == 1 and isinstance(a, Dyn) and along in a.symbols()]
     if len(jumps) != 1 or jumps[0][0].hi is None:
@@ -57,7 +57,7 @@ def _stretch(address: Index, itemsize: int, step: Sym, along: Sym) -> Coming | N
     start = address - from_atom(place) * stride
     assert place.hi is not None
     move, length = start.coefficient(step), (place.hi * abs(stride) + 1) * itemsize
-    # There must be few lines to a read, or most of them would be in vain.
+    # There must be few cache lines per read, or most prefetches would be in vain.
     if move is None or move is ZERO or along in start.symbols() or 2 * (length // CPU.cache_line) > along.size.const:
         return None
     steps = max(1, min(CPU.prefetch_farthest, CPU.prefetch_bytes // 2 // length))
@@ -71,5 +71,5 @@ def _is_far(mono: tuple[object, ...], stride: int, step: Sym) -> bool:
 
 
 def _trusting(e: Expr) -> Expr:
-    """What is only asked for needs no check: nothing happens if it does not exist."""
+    """Removes checks: prefetching an address that does not exist has no effect."""
     return e.args[0] if e.op in ("check", "require") else e

@@ -1,8 +1,8 @@
 """Computes what many rows share once for a block of points, and keeps it in small arrays.
 
-All channels of an image are sampled at the same places; a table that is broadcast may take more to compute than what it
-is joined with. Where such work does not depend on one of the outer variables, that variable becomes the loop around
-the innermost, and the work is done before it.
+All channels of an image are sampled at the same places; a broadcast table may take more work than the values it is
+combined with. If such work does not depend on one of the outer variables, that variable becomes the loop around the
+innermost, and the work is done before it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ NEVER = frozenset(("fold", "carry", "local", "check", "require", "raw"))
 
 
 def best_shared(exprs: Sequence[Expr], others: Sequence[Sym], v: Sym) -> Sym | None:
-    """The outer variable on which most of the work at the points of v does not depend, if it is worth while."""
+    """The outer variable on which most of the work at the points of v does not depend; None if too little is saved."""
     gains = {c: gain(exprs, (c,), v) for c in others if _repeats(c)}
     best = max(gains, key=lambda c: gains[c], default=None)
     return best if best is not None and gains[best] >= CPU.shared_work else None
 
 
 def gain(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> int:
-    """Operations at the points of v that are the same for all rows."""
+    """The number of operations at the points of v that are the same for all rows."""
     return sum(_weight(e) for e in _shared(exprs, rows, v))
 
 
@@ -40,7 +40,8 @@ def _weight(e: Expr) -> int:
 
 
 def _shared(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> Iterator[Expr]:
-    """Whatever is the same for all rows: it depends on loop variables alone, and nothing in it is the loop's own."""
+    """Yields the expressions that are the same for all rows: they depend on v, but neither on the rows nor on loops
+    inside, and contain no operation in NEVER."""
     own = {*rows, *(w for e in walk(*exprs) if e.op == "fold" for w, _, _ in e.attr.loops)}
     closed: dict[Expr, bool] = {}
     for e in walk(*exprs):  # operands come before their users
@@ -50,7 +51,7 @@ def _shared(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> Iterator[Expr
 
 
 def shared_values(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> list[Expr]:
-    """The largest of them that take more than a read."""
+    """The largest expressions that are the same for all rows and take more than a read."""
     same = dict.fromkeys(_shared(exprs, rows, v))
     used = dict.fromkeys(exprs)
     for e in walk(*exprs):
@@ -61,8 +62,8 @@ def shared_values(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> list[Ex
 
 
 def _kept(e: Expr) -> Iterator[Expr]:
-    """A number as it is before its last conversion, which is often to something wider; of a condition what it asks
-    about: compilers know no vectors of bools in memory."""
+    """Yields a value before its last conversion, which is often to a wider dtype, or the operands of a condition:
+    compilers do not vectorise bools in memory."""
     if e.op == "cast" or is_bool(e.dtype):
         for a in e.args:
             yield from _kept(a)
@@ -71,8 +72,8 @@ def _kept(e: Expr) -> Iterator[Expr]:
 
 
 def with_offsets(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> list[Expr]:
-    """Reads at computed places that are the same for all rows: each place becomes one number, of 32 bits as processors
-    gather best, and negative where nothing is read."""
+    """The expressions with the computed place of each read that is the same for all rows as one number: of 32 bits, as
+    processors gather best, and negative where nothing is read."""
     same = dict.fromkeys(_shared(exprs, rows, v))
     places = {e: p for e in loads(*exprs) if (p := _offset(e, same)) is not None}
     masks = {e.args[0]: p[1] >= 0 for e, p in places.items() if e.args}
@@ -81,7 +82,7 @@ def with_offsets(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> list[Exp
         if x in masks:
             return masks[x]
         if x.op == "where" and x.args[2].op == "const" and x.args[2].attr == 0 and _reads_under(x.args[1], x.args[0]):
-            return x.args[1]  # what is not read is zero
+            return x.args[1]  # a read that is masked out gives zero
         return x
 
     memo: dict[Expr, Expr] = {}
@@ -93,7 +94,7 @@ def with_offsets(exprs: Sequence[Expr], rows: Sequence[Sym], v: Sym) -> list[Exp
 
 
 def _offset(e: Expr, same: Container[Expr]) -> tuple[Index, Expr] | None:
-    """The address of a read without its computed parts, and those parts as one number."""
+    """The address of a read without its computed parts, and those parts as one number; None if there are none."""
     computed = Index((), 0)
     for mono, coef in e.attr[1][0].terms:
         if len(mono) == 1 and isinstance(mono[0], Dyn) and mono[0].expr in same:
@@ -105,7 +106,7 @@ def _offset(e: Expr, same: Container[Expr]) -> tuple[Index, Expr] | None:
 
 
 def number(i: Index) -> Expr | None:
-    """An index that is never negative as a number of 32 bits; None if it may not fit."""
+    """A nonnegative index as a 32-bit number; None if it may be negative or not fit."""
     lo, hi = i.bounds()
     if lo is None or hi is None or lo < 0 or hi >= 2**31 or any(len(m) > 1 for m, _ in i.terms):
         return None

@@ -51,7 +51,7 @@ class Rows(LoopWriter[S]):
 
     def row_walk(self, stage: Sequence[Item], arrays: dict[str, str], lanes: int, lo: str, hi: str,
                  length: Index | None) -> None:
-        """The innermost variable from lo to hi, in whole steps of all lanes and a rest."""
+        """Walks the innermost variable from lo to hi, in whole steps of all lanes and a rest."""
         v = self.k.inner[-1]
         name = self.sym(v)
         if not arrays:
@@ -74,7 +74,7 @@ class Rows(LoopWriter[S]):
                 self.line(f"const {self.d.long} {name} = {start} + l;")
                 self.body(stage, arrays, "l")
             if not (length is not None and length.is_const and length.const % lanes == 0 and lo == "0"):
-                for few in self.fewer(stage, lanes):  # as a state of all lanes joins them when these become fewer
+                for few in self.fewer(stage, lanes):  # in halving steps, as the lanes of a state are joined
                     with self.scope(f"for (; {start} + {few} <= {hi}; {start} += {few}) {{"), \
                             self.scope(f"for (int l = 0; l < {few}; ++l) {{", (v,), how=LANES):
                         self.line(f"const {self.d.long} {name} = {start} + l;")
@@ -85,14 +85,15 @@ class Rows(LoopWriter[S]):
                     self.body(stage, arrays, "l")
 
     def fewer(self, stage: Sequence[Item], lanes: int) -> list[int]:
-        """Steps of fewer lanes for what is left of a row of any length, where one by one it would take long."""
+        """The sizes of smaller steps for the rest of a row of any length, if it would take long element by element."""
         steps = [few for few in (lanes // 2, lanes // 4, lanes // 8) if few >= CPU.vector_least // 2]
         exprs = exprs_of(stage)
         costly = cost_of(exprs) >= CPU.flat_work and len(steps) * written(exprs) <= CPU.copied
         return steps if costly else []
 
     def ends_again(self, stage: Sequence[Item], length: Index) -> bool:
-        """Whether the last whole step of a row may go over some points again, as what is stored is not read."""
+        """Whether the last whole step of a row may compute some points again, because no stored value is read, and
+        whether that pays."""
         exprs = exprs_of(stage)
         stored = {n for i in stage for n in i.names if n in self.address or n in self.k.scratch}
         read = {e.attr[0] for e in loads(*exprs)} | {e.attr for e in walk(*exprs) if e.op == "local"}
@@ -103,11 +104,12 @@ class Rows(LoopWriter[S]):
 
     @staticmethod
     def step_of(exprs: Sequence[Expr]) -> int:
-        """Lanes of a vector of what is computed with."""
+        """The number of lanes of a vector of the widest dtype that is computed with."""
         return CPU.line_bytes // max((4, *(e.dtype.itemsize for e in walk(*exprs) if is_float(e.dtype))))
 
     def whole_steps(self, stage: Sequence[Item], hi: str, length: Index) -> None:
-        """A row in whole vectors, of which the last one ends where the row does; a row shorter than one, as it is."""
+        """Walks a row in whole vectors, the last of which ends where the row ends; a row shorter than a vector, element
+        by element."""
         v, lanes, start = self.k.inner[-1], self.step_of(exprs_of(stage)), self.fresh("r")
         name = self.sym(v)
         if not length.is_const:
@@ -132,7 +134,7 @@ class Rows(LoopWriter[S]):
 
 @dataclass(frozen=True)
 class Row:
-    """States of so many lanes, and the part of the innermost variable that they go over."""
+    """The states of `lanes` lanes, and the range of the innermost variable that they reduce."""
 
     arrays: dict[str, str]
     lanes: int
@@ -178,8 +180,9 @@ class RowWriter(Rows[Row]):
 
     def row_with_rest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str], lanes: int,
                       rest: int) -> None:
-        """What is left of a row when all lanes were served joins them as these become fewer: 16, 8, 4, 2, 1 at a time.
-        A state then stays in its register, where a loop over some of its lanes would send it through memory."""
+        """Reduces a row whose length is not a multiple of the lanes. The rest is added while the lanes are joined and
+        become fewer: 16, 8, 4, 2, 1 elements at a time. A state then stays in its register; a loop over some of its
+        lanes would send it through memory."""
         v = self.k.inner[-1]
         whole = v.size.const - rest
         self.row_nest(stage, reductions, arrays, lanes, str(whole), as_index(whole))
@@ -195,7 +198,7 @@ class RowWriter(Rows[Row]):
 
     def row_nest(self, stage: Sequence[Item], reductions: Sequence[Item], arrays: dict[str, str], lanes: int, hi: str,
                  length: Index | None) -> None:
-        """One row, or all rows of a nest: several short rows, or a part of a long one, make a cascade step."""
+        """Reduces one row, or all rows of a nest: several short rows, or a part of a long one, make a cascade step."""
         outer = self.k.inner[:-1]
         assert length is not None
         steps = ceildiv(length, lanes)
@@ -218,7 +221,7 @@ class RowWriter(Rows[Row]):
 
 @dataclass(frozen=True)
 class Chunks:
-    """States of the parts of a row; the number of parts, the length of each, and that length where it is certain."""
+    """The states of the parts of a row; the number of parts, the length of each, and that length if it is constant."""
 
     partial: dict[str, str]
     count: str
@@ -235,7 +238,7 @@ class SharedRowWriter(Rows[Chunks]):
                 self.stage(stage)
 
     def split(self) -> Index:
-        """What is divided: the row, or the rows of a nest."""
+        """The number of points that threads divide: those of the row, or the rows of a nest."""
         inner = self.k.inner
         return volume(inner if len(inner) == 1 else inner[:-1])
 
@@ -275,7 +278,7 @@ class SharedRowWriter(Rows[Chunks]):
         return [f"{states.partial[n]}[0]" for n in i.names]
 
     def join_chunks(self, reductions: Sequence[Item], partial: dict[str, str], count: str) -> None:
-        """Neighbours first, then neighbours of neighbours: rounding grows with the logarithm."""
+        """Combines neighbours first, then neighbours of neighbours, so that rounding grows with the logarithm."""
         if not reductions or count == "1":
             return
         with self.scope(f"for (int h = 1; h < {count}; h *= 2) {{"), \

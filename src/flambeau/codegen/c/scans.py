@@ -65,7 +65,7 @@ class ScanWriter(NestWriter):
         return {self.k.combine.left[j]: self.raw(slot, self.k.combine.left[j].dtype) for j, slot in slots.items()}
 
     def finished(self, name: str, running: dict[Expr, Expr]) -> str:
-        """What is stored of the running values: it may be narrower."""
+        """The value to store, computed from the running values; its dtype may be narrower."""
         return self.value(cast(rewrite(self.stored[name], lambda x: running.get(x, x)), self.dtypes[name]))
 
     def advance(self, slots: dict[int, str], values: Sequence[str]) -> None:
@@ -82,7 +82,7 @@ class ScanWriter(NestWriter):
     # ---- rows ------------------------------------------------------------------------------------------
 
     def rows_in_parts(self) -> None:
-        """Few rows, and long."""
+        """Scans few, long rows."""
         with self.nest(self.k.outer):
             if not self.exact():
                 self.long_row()
@@ -100,7 +100,7 @@ class ScanWriter(NestWriter):
             self.stretch(self.declare(self.needed))
 
     def stretch(self, slots: dict[int, str], lo: str = "0", hi: str = "", store: bool = True) -> None:
-        """A part of a row, element by element."""
+        """Scans a part of a row, element by element."""
         taken = self.taken()
         if taken is not None:
             self.choose(slots, taken, lo, hi, [*self.stored] if store else [])
@@ -116,12 +116,12 @@ class ScanWriter(NestWriter):
         return conditions.pop() if len(conditions) == 1 else None
 
     def exact(self) -> bool:
-        """Whether nothing is rounded, and no step waits long for the one before."""
+        """Whether nothing is rounded and no step waits long for the one before."""
         return self.taken() is not None or not any(is_float(self.k.combine.left[j].dtype) for j in self.needed)
 
     def choose(self, slots: dict[int, str], taken: Expr, lo: str, hi: str, stored: Sequence[str]) -> None:
-        """A running extremum seldom changes. A branch foresees that: no step waits for the one before, and what is
-        stored is worked out when it changes."""
+        """Scans with a branch. A running extremum seldom changes, and the branch is predicted: no step waits for the
+        one before, and the values to store are computed only when it changes."""
         c = self.k.combine
         kept = {}
         running = self.running(slots)
@@ -143,11 +143,11 @@ class ScanWriter(NestWriter):
                 self.store(name, self.address[name], kept[name])
 
     def long_row(self) -> None:
-        """Few rows, and long: each is cut into parts. What every part comes to is found first; then each part is
-        scanned from what lies before it. Parts go side by side, because one alone waits for each of its steps."""
+        """Scans few, long rows, each cut into parts. The total of every part is computed first; then each part is
+        scanned from the total before it. Parts go side by side, because a single one waits for each of its steps."""
         every = self.k.combine.needed([*self.stored.values()], stretches=True)
         size = self.fresh("z")
-        # Not a power of two of bytes apart, or all parts would want the same lines of the cache.
+        # Parts must not be a power of two of bytes apart, or all would compete for the same lines of the cache.
         self.line(f"const {self.d.long} {size} = {self.extent(self.k.axis)} / {CPU.scan_parts + 1} / 16 * 16;")
         states = self.declare(every, CPU.scan_parts)
         self.parts(states, size, every, store=False)
@@ -197,7 +197,7 @@ class ScanWriter(NestWriter):
         apart = any(a.coefficient(v) is not ONE for a in self.address.values())
         if apart:
             width = min(width, CPU.scan_side_by_side if len(k.names) == 1 else CPU.scan_side_by_side // 2)
-        # Enough blocks for the threads where there are few columns.
+        # Enough blocks for the threads if there are few columns.
         if not others and v.size.is_const:
             width = max(min(width, 16), min(width, -(-v.size.const // 8)))
         block = Sym(f"{v.name}b", v.size)
@@ -206,7 +206,7 @@ class ScanWriter(NestWriter):
             b = self.sym(block)
             end = self.end_of(b, width, v.size)
             arrays = self.declare(self.needed, width)
-            # To gather and scatter takes longer than to go one by one, unless what is between them is expensive.
+            # Gathering and scattering takes longer than single accesses, unless the combine between is expensive.
             one_by_one = apart and cost_of(k.combine.result) <= CPU.expensive_combine
             slots = {j: f"{a}[{self.sym(v)} - {b}]" for j, a in arrays.items()}
             if one_by_one:
@@ -216,8 +216,8 @@ class ScanWriter(NestWriter):
                 self.step(slots)
 
     def strips(self, v: Sym, b: str, end: str, slots: dict[int, str]) -> None:
-        """Rows that lie far apart, some elements of each in turn: a line of the cache is done with before it may have
-        to go, and the rows still do not wait for each other."""
+        """Scans rows that are far apart in memory, some elements of each in turn: a cache line is used up before it may
+        be evicted, and the rows still do not wait for each other."""
         first, axis = self.fresh("f"), self.k.axis
         step = CPU.scan_strip
         with self.scope(f"for ({self.d.long} {first} = 0; {first} < {self.extent(axis)}; {first} += {step}) {{"):

@@ -1,8 +1,8 @@
 """Scatters in C: writes to computed indices, in an order that does not depend on the threads.
 
-Threads divide the variables that go straight into the target (no two of them can meet); where whole rows are written,
-each owns a range of the target's rows and passes over what belongs to others. No atomics; the order of writes to one
-element is always that of the source.
+Threads divide the variables that are indices of the target by themselves (their points never meet). Where whole rows
+are written, each thread owns a range of the target's rows and skips the others. There are no atomics; the order of
+writes to one element is always that of the source.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScatterWriter(NestWriter):
         whole = bool(rows) and not self.moves_with(rows[0])
         many = outer and (not rows or not parts.is_const or parts.const >= CPU.scatter_parts)
         part = self.part_of(outer) if many else None
-        if part is not None:  # what was just filled is still in the cache when it is written to
+        if part is not None:  # a part that was just filled is still in the cache when it is written to
             how = self.parallel(k.vars, self.cost, len(outer)) or self.parallel(k.out_vars, 1, len(outer))
             with self.nest(outer, how):
                 self.start_of(outer, part)
@@ -63,7 +63,8 @@ class ScatterWriter(NestWriter):
         return self.scopes[0].lines
 
     def part_of(self, outer: Sequence[Sym]) -> Index | None:
-        """How many elements in a row each point of the outer variables has for itself, if the target is just those."""
+        """The number of consecutive elements that belong to each point of the outer variables, if these make up the
+        whole target; else None."""
         k = self.k
         if k.init is None or len(k.out_vars) != 1 or k.init_address is not as_index(k.out_vars[0]):
             return None
@@ -85,7 +86,7 @@ class ScatterWriter(NestWriter):
             self.store(k.name, at, self.value(k.init.subs({k.out_vars[0]: at})))
 
     def moves_with(self, v: Sym) -> bool:
-        """Whether each of v's elements goes to a place of its own."""
+        """Whether the elements along v go to places that data decide, one by one."""
         return any(isinstance(a, Dyn) and v in a.symbols() for a in self.k.address.atoms())
 
     def start(self) -> None:
@@ -108,7 +109,7 @@ class ScatterWriter(NestWriter):
             self.store(k.name, k.init_address, self.value(k.init))
 
     def deep(self, vars: Sequence[Sym], lo: str = "0", hi: str = "") -> None:
-        """Loops over vars, of the last one from lo to hi."""
+        """Loops over vars, over the last one from lo to hi."""
         if not vars:
             self.write()
             return
@@ -120,13 +121,13 @@ class ScatterWriter(NestWriter):
             with self.loop(v, "0", self.extent(v)):
                 self.deep(rest, lo, hi)
             return
-        # Where every element jumps, vectors of addresses are slower than one after the other.
+        # If every element jumps, vectors of addresses are slower than writing one element after the other.
         lanes = LANES if v in self.k.free and not self.moves_with(v) else None
         with self.loop(v, lo, hi or self.extent(v), how=lanes):
             self.write()
 
     def is_expensive(self, v: Sym, taps: Sequence[Sym]) -> bool:
-        """Whether to find places and values takes longer than to write, for a few elements at each point of v."""
+        """Whether finding places and values takes longer than writing them, for few elements at each point of v."""
         k = self.k
         count = volume(taps)
         known = number(self.offset(v, taps)) is not None and all(e.attr[0] != k.name for e in loads(k.value))
@@ -144,7 +145,7 @@ class ScatterWriter(NestWriter):
         return Index(tuple((m, c) for m, c in self.k.address.terms if any(a.symbols() & parts for a in m)), 0)
 
     def prepared(self, v: Sym, taps: Sequence[Sym]) -> None:
-        """The places and values of a block of points side by side, in vectors; then the writes, one after the other."""
+        """Computes the places and values of a block of points in vectors, then writes them one after the other."""
         k = self.k
         offset = self.offset(v, taps)
         points: list[dict[Sym, Index]] = [{}]
@@ -184,7 +185,7 @@ class ScatterWriter(NestWriter):
             self.deep([*bound, v], f"{lo} * {line}", end)
 
     def share(self, count: str) -> tuple[str, str]:
-        """This thread's part of so many things: the first, and the end."""
+        """This thread's share of `count` things: the first, and the end."""
         me, all_, lo, hi = (self.fresh(x) for x in ("me", "all", "lo", "hi"))
         self.line(f"const {self.d.long} {me} = {self.fl}thread(), {all_} = {self.fl}threads();")
         self.line(f"const {self.d.long} {lo} = {count} * {me} / {all_}, {hi} = {count} * ({me} + 1) / {all_};")
@@ -228,7 +229,7 @@ class ScatterWriter(NestWriter):
         if k.mode != "set":
             dtype = k.value.dtype
             wide = opmath(dtype)  # small floats join in float32 and round at each write, as ATen's do
-            held = f"((bool){place})" if dtype is torch.bool else place  # they lie in memory as bytes
+            held = f"((bool){place})" if dtype is torch.bool else place  # bools are stored as bytes
             old, new = (cast(self.raw(t, dtype), wide) for t in (held, text))
             with self.accessed(k.name, address):
                 self.line(f"{place} = {self.value(cast(Expr(k.mode, wide, (old, new)), dtype))};")

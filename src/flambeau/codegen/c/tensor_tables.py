@@ -11,7 +11,7 @@ from .rows import RowWriter
 
 
 class TableWriter(RowWriter):
-    """Writes the body for one block; its own names are those of the row's pointers."""
+    """Writes the body for one block; its buffers are the pointers in a row of the table."""
 
     def __init__(self, dialect: Dialect, kernel: TableKernel) -> None:
         super().__init__(dialect, kernel.body)

@@ -1,7 +1,7 @@
 """Windows inside a vector loop that are too long to unroll, or whose ends are known only at run time.
 
-Compilers do not vectorise a loop around other loops. So the points of a block go through their windows in step: the
-running values lie side by side in small arrays, the loops of the window are outside and the vector loop inside.
+Compilers do not vectorise a loop around other loops. So the points of a block walk their windows in step: the running
+values are side by side in small arrays, the loops of the window are outside and the vector loop inside.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ class WindowWriter(NestWriter):
         self.windows: dict[Expr, str] = {}  # results of the windows at the current point
 
     def is_apart(self, e: Expr, v: Sym) -> bool:
-        """A window that stays a loop, the same for all points of v."""
+        """Whether an expression is a window that stays a loop and is the same for all points of v."""
         if e.op != "fold" or e.attr.steps <= self.unroll or any(x.op == "local" for x in walk(*e.args)):
             return False
         return not any(v in i.symbols() for _, lo, hi in e.attr.loops for i in (lo, hi))
 
     @contextmanager
     def in_step(self, exprs: Sequence[Expr], v: Sym, lo: str, hi: str, how: Steps | None) -> Iterator[tuple[str, str]]:
-        """A block of points whose windows are done, from the first to one past the last; or all, if there are none."""
+        """Computes the windows of one block of points after the other, and gives the block's first point and end; the
+        whole range if there are no windows."""
         narrow = self.ranges[v][2] if v in self.ranges else v
         found = [e for e in walk(*exprs) if how and self.is_apart(e, narrow)]
         apart = list({(e.args, e.attr.loops): e for e in found}.values())

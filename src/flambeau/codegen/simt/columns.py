@@ -1,7 +1,7 @@
 """Column reductions on GPUs: a group takes adjacent columns. Segments are columns of different lengths.
 
-Of each column some work-items have every so many-th element; what they come to is joined as in a row (`rows.py`).
-No work-item goes through a long column alone, however few there are.
+Several work-items share a column and take its elements in turns; their results are combined as in a row (`rows.py`).
+No work-item walks a long column alone, however few columns there are.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class ColumnLoops(RowLoops):
         super().__init__(dialect, kernel, shape)
 
     def choose_lanes(self, exprs: Sequence[Expr], stores: Iterable[tuple[str, Index]]) -> None:
-        """Elements of a column do not lie side by side."""
+        """Keeps single accesses: the elements of a column are not adjacent in memory."""
 
     def divide(self, shape: Shape, words: int) -> None:
-        """As few elements each as a group allows, if they are held; else some, for the sake of memory."""
+        """Gives each work-item as few elements as a group allows if columns are held in registers; else several, to
+        keep memory busy."""
         self.group, most = power_below(shape.group), power_below(max(POINTS.registers // words, 1))
         self.each = min(most, POINTS.part if self.k.bounds is None else POINTS.segment_step)
         length = self.about(self.number, 0)
@@ -73,7 +74,7 @@ class ColumnLoops(RowLoops):
         self.line(f"const int {self.me} = {self.d.lane};")
         self.line(f"const {long} column = {start} + {self.me} % {self.wide};")
         with self.scope("{", vars) as s:
-            # Work-items beyond the last column go along with it, and store nothing.
+            # Work-items beyond the last column compute it again, and store nothing.
             last = self.d.minimum.format("column", f"({long})({self.until} - 1)")
             self.decompose("column" if self.is_even() else last, vars)
             yield s

@@ -1,7 +1,7 @@
 """Contractions on GPUs: a group computes a tile of the result, and shares its inputs in local memory.
 
-Stretch by stretch of the depth, the work-items of a group bring both factors into local memory, whatever expressions
-they are, and then each of them computes some rows and columns of the tile, which it keeps in registers.
+For each stretch of the depth, the work-items of a group load both factors into local memory, whatever expressions they
+are. Then each work-item computes some rows and columns of the tile, which it keeps in registers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .group_order import Bands, bands
 
 
 def band(high: int, wide: int, groups: int) -> int:
-    """How many rows of tiles come together: what groups read that run at once is least, all in all."""
+    """The number of rows of tiles in a band that minimises the total reads of the groups that run at once."""
     def reads(rows: int) -> int:
         return high * -(-wide // (groups // rows)) + wide * -(-high // rows)
 
@@ -33,7 +33,7 @@ def band(high: int, wide: int, groups: int) -> int:
 
 
 def tiles_of(k: ContractKernel, tile: int) -> tuple[Index, Index]:
-    """How many tiles a product is high and wide."""
+    """The height and width of a product in tiles."""
     high, wide = (ceildiv(volume(vars), tile) for vars in (k.rows, k.columns))
     return high, wide
 
@@ -44,8 +44,8 @@ def batch_bands(k: ContractKernel, tile: int) -> Bands | None:
 
 
 def apart_by_lines(k: ContractKernel, tile: int) -> ContractKernel:
-    """With the slowest variable of its rows or columns as one more of the batch, where tiles that it sets apart share
-    lines of memory: products of a batch may come side by side."""
+    """The kernel with the slowest variable of its rows or columns moved to the batch, if tiles that differ in it share
+    cache lines: products of a batch can be walked side by side."""
     by_row = replace(k, batch=(*k.batch, *k.rows[:1]), rows=k.rows[1:])
     by_column = replace(k, batch=(*k.batch, *k.columns[:1]), columns=k.columns[1:])
     for more in (by_row, by_column):
@@ -56,7 +56,7 @@ def apart_by_lines(k: ContractKernel, tile: int) -> ContractKernel:
 
 
 class Tiles(SimtWriter, ContractWriter):
-    sum = "sums[s]"  # of a work-item, by its number
+    sum = "sums[s]"  # a work-item's sum number s
 
     def __init__(self, dialect: SimtDialect, kernel: ContractKernel, shape: Shape) -> None:
         self.side = isqrt(shape.group)  # work-items
@@ -64,7 +64,7 @@ class Tiles(SimtWriter, ContractWriter):
         self.tile = POINTS.product_each * self.side
         kernel = apart_by_lines(kernel, self.tile)
         super().__init__(dialect, kernel)
-        self.row = self.tile + 1  # neighbours are not in the same bank, whichever way they are written
+        self.row = self.tile + 1  # padded: neighbours are in different banks, whichever way they are written
         self.tiles = tiles_of(kernel, self.tile)
         self.bands = batch_bands(kernel, self.tile)
         self.at_once = max(POINTS.groups // (self.bands.rows if self.bands else 1), 1)  # groups of one product
@@ -83,7 +83,7 @@ class Tiles(SimtWriter, ContractWriter):
         self.line(f"const {long} me = {self.d.lane}, block = {turn};")
         self.line(f"const {long} mine_r = me / {self.side}, mine_c = me % {self.side};")
         with self.scope(f"if (block < {self.index(blocks)}) {{" if b else "{", k.batch):
-            # Tiles come in bands of some rows, in each of them column by column.
+            # Tiles are walked in bands of some rows, column by column within a band.
             band, tiles = self.band, self.index(high * wide)
             self.line(f"const {long} item = block / {tiles}, place = block % {tiles};")
             self.line(f"const {long} above = place / {self.index(wide * band)} * {band};")
@@ -110,16 +110,16 @@ class Tiles(SimtWriter, ContractWriter):
         return LaunchDraft(self, (b.padded(blocks) if b else blocks) * self.group, self.group)
 
     def begin(self) -> None:
-        """Sums of nothing."""
+        """Declares the sums and sets them to zero."""
         count = POINTS.product_each * POINTS.product_each
         self.line(f"{self.kind} sums[{count}];")
         self.line(f"for (int s = 0; s < {count}; ++s) sums[s] = 0;")
 
     def end(self) -> None:
-        """The sums are complete."""
+        """Called when the sums are complete; nothing is left to do here."""
 
     def bring(self, array: str, factor: Expr, own: Sequence[Sym], start: str, end: str) -> None:
-        """A part of a factor into local memory, neighbours in memory by neighbours in the group."""
+        """Loads a part of a factor into local memory; adjacent work-items load adjacent elements."""
         k, long, at, x, y = self.k, self.d.long, *(self.fresh(n) for n in ("at", "point", "deep"))
         places = (f"{at} / {POINTS.product_depth}", f"{at} % {POINTS.product_depth}") if is_deep(factor, own, k.depth) \
             else (f"{at} % {self.tile}", f"{at} / {self.tile}")
@@ -148,8 +148,8 @@ class Tiles(SimtWriter, ContractWriter):
 
 
 class MatrixTiles(Tiles):
-    """The products are those of small matrices, each held by work-items in step. What they come to goes through local
-    memory, to be read by single elements."""
+    """Tiles computed as products of small matrices, each held by work-items that run in step. The results go through
+    local memory, to be read element by element."""
 
     sum = "whole[(row - r0) * {} + column - c0]"
 
@@ -157,10 +157,10 @@ class MatrixTiles(Tiles):
         super().__init__(dialect, kernel, shape)
         assert dialect.matrices is not None
         self.m = dialect.matrices
-        self.row = self.tile + self.m.side  # rows of a matrix begin where wide accesses may
+        self.row = self.tile + self.m.side  # padded: rows of a matrix begin where wide accesses may begin
         self.sum = self.sum.format(self.tile)
         steps, across = self.group // dialect.step, self.tile // self.m.side
-        self.wide = 2 if steps % 2 == 0 else 1  # steps side by side
+        self.wide = 2 if steps % 2 == 0 else 1  # sets of work-items in step, side by side
         self.columns_each, self.rows_each = across // self.wide, across * self.wide // steps
 
     def begin(self) -> None:

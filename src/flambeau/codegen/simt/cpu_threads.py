@@ -1,8 +1,8 @@
 """OpenCL on CPUs: a work-item is a thread, with the loops of the C++ kernels.
 
-Where C++ divides a nest of loops among OpenMP's threads, here each work-item takes its share of it. Work-items do not
-wait for each other, so what C++ does in several steps becomes several launches: a scatter's start and its writes, and
-the pieces of a reduction of few results (`schedule/split_reductions.py`).
+Where C++ divides a loop nest among OpenMP's threads, here each work-item takes its share of it. Work-items do not wait
+for each other, so the steps of one C++ kernel become several launches: a scatter's start and its writes, or the pieces
+of a reduction with few results (`schedule/split_reductions.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..dialect import TEAM, Shares, Steps
 from ..writer import Scope
 from .dialect import LaunchDraft, SimtWriter
 
-SHARES = "4 * units"  # several for each core: they need not take equally long
-EACH = "units"  # where every work-item passes over all that belongs to others
+SHARES = "4 * units"  # several work-items per core, because they may take different times
+EACH = "units"  # where every work-item skips the points that belong to others
 
 
 class Threads(SimtWriter, NestWriter):
@@ -109,7 +109,7 @@ LOOPS: dict[str, type[ThreadMap | ThreadRows | ThreadColumns]] = {
 
 
 class ThreadBlocks(SimtWriter, Blocks):
-    """Contractions, of which each work-item takes some blocks."""
+    """Contractions: each work-item computes some blocks."""
 
     def write(self) -> LaunchDraft:
         self.blocks()

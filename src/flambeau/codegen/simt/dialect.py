@@ -1,8 +1,8 @@
 """The interface of a GPU dialect: a table of words and functions that the writers in this folder read.
 
-`opencl.py` is such a table, and `metal.py` what differs from it. Writers ask it for every word that languages differ
-in: where memory lies, who a work-item is, how a group waits for its work-items, how several elements are read at once,
-how an element is replaced atomically, and what stands around a kernel.
+`opencl.py` is such a table, and `metal.py` overrides what differs from it. Writers ask it for everything in which the
+languages differ: address spaces, the index of a work-item, barriers, accesses to several elements at once, atomic
+updates of an element, and the signature of a kernel.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ WRAPPING = ("add", "sub", "mul")
 
 @dataclass(frozen=True)
 class Shape:
-    """What the text of a kernel depends on."""
+    """The properties of a machine that the text of a kernel depends on."""
 
     threads: bool  # a work-item is a thread of a CPU
     group: int = 256  # work-items of a group, at most
     units: int = 1  # cores
-    largest: int = 256  # work-items of a group, where a row needs many
+    largest: int = 256  # work-items of a group, at most, if a row needs many
     local: int = 1 << 14  # bytes of local memory that a group may use
     bounded: bool = False  # kernels check their accesses
 
 
 def point_capabilities(name: str, shape: Shape, **more: Any) -> Capabilities:
-    """What all GPUs that these writers write for have in common."""
+    """The capabilities of all GPUs that these writers write for; `more` adds those of one language."""
     registers = shape.largest * POINTS.registers
     return Capabilities(name, programs=1024, row_registers=registers, row_elements=registers // 4, serial_scans=False,
                         masked_reads=True, gathers_rows=True, waits_for_memory=True, contracts=True, sorts=True,
@@ -48,8 +48,8 @@ def point_capabilities(name: str, shape: Shape, **more: Any) -> Capabilities:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A loop that replaces an element atomically: declarations before it, its first line, how it tries (with the new
-    value in the braces), how it ends, and what the element was, as a value of its dtype."""
+    """A loop that replaces an element atomically: declarations before it, its first line, the attempt (with the new
+    value in the braces), its last line, and the element's old value in its dtype."""
 
     before: tuple[str, ...]
     first: str
@@ -60,8 +60,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Square matrices of float32 in the registers of work-items in step: their type and side; statements that load one
-    (from where, how far apart its rows lie, whether those are its columns), add a product to one, and store one."""
+    """Square float32 matrices in the registers of work-items that run in step: their type and side; statements that
+    load one (from an address, with a row stride, transposed or not), add a product to one, and store one."""
 
     kind: str
     side: int
@@ -71,19 +71,19 @@ class Matrices:
 
 
 class SimtDialect(CLike):
-    """The words; types, literals and conversions are those of any C-like language (`CLike`)."""
+    """The table of words; types, literals and conversions are those of any C-like language (`CLike`)."""
 
     stored: ClassVar[dict[DType, str]]  # types in memory
     register_bytes: ClassVar[int] = 4  # of the smallest register
-    local: ClassVar[str]  # before an array that the work-items of a group share
-    barrier: ClassVar[str]  # a statement: all work-items of a group have come so far, and see what was written
-    finished_reads: ClassVar[str]  # the same for what was read of the memory of all
-    item: ClassVar[str]  # which work-item this is, of all
-    lane: ClassVar[str]  # which of its group
-    group: ClassVar[str]  # which group
+    local: ClassVar[str]  # qualifier of an array that the work-items of a group share
+    barrier: ClassVar[str]  # statement: waits for all work-items of a group, and makes their local writes visible
+    finished_reads: ClassVar[str]  # the same for reads of global memory
+    item: ClassVar[str]  # index of the work-item among all
+    lane: ClassVar[str]  # index of the work-item in its group
+    group: ClassVar[str]  # index of the group
     minimum: ClassVar[str]  # of two indices of one type
-    # Work-items in step, where a language has them: how many, what another one has whose number differs in these bits,
-    # what the one of this number has.
+    # Work-items that run in step (a SIMD group), where a language has them: their number, the value of the work-item
+    # whose number differs in these bits, and the value of the work-item with this number.
     step: ClassVar[int] = 0
     across: ClassVar[str] = ""
     of_one: ClassVar[str] = ""
@@ -94,23 +94,23 @@ class SimtDialect(CLike):
         self.bounded = bounded
 
     def aligned(self, pointers: Iterable[int], lanes: int) -> str:
-        """Whether all of these arguments begin at a multiple of so many elements."""
+        """Condition: all these pointer arguments begin at a multiple of `lanes` elements."""
         raise NotImplementedError
 
     def read_line(self, kind: str, lanes: int, pointer: str, array: str, backward: bool) -> str:
-        """Statement: so many elements from memory into an array, in one access; the last of them first, if asked."""
+        """Statement: load `lanes` elements from memory into an array in one access, in reverse order if `backward`."""
         raise NotImplementedError
 
     def write_line(self, kind: str, lanes: int, pointer: str, array: str, backward: bool) -> str:
-        """The same from an array to memory."""
+        """Statement: store `lanes` elements of an array to memory in one access, in reverse order if `backward`."""
         raise NotImplementedError
 
     def at_once(self, mode: str, dtype: DType, element: str, text: str) -> str:
-        """Statement: join a value to an element atomically, where there is an instruction for it; else nothing."""
+        """Statement: combine a value with an element by an atomic instruction; empty if there is none."""
         return ""
 
     def exchange(self, dtype: DType, element: str, place: str, seen: str, old: str) -> Exchange:
-        """Compare and swap; `place`, `seen` and `old` are names for it to use."""
+        """A compare-and-swap loop; `place`, `seen` and `old` are names for it to use."""
         raise NotImplementedError
 
     def head(self, kernel: Kernel, name: str, group: int, extents: Sequence[str]) -> Sequence[str]:
@@ -122,18 +122,18 @@ class SimtDialect(CLike):
         raise NotImplementedError
 
     def headers(self, functions: frozenset[str]) -> tuple[str, ...]:
-        """The files of the library that a kernel with these functions needs."""
+        """The library files that a kernel with these functions needs."""
         raise NotImplementedError
 
 
 class SimtWriter(Writer):
-    """What these languages say differently from C++, whatever the shape of the kernel."""
+    """Writes what these languages express differently from C++, in kernels of any form."""
 
     d: SimtDialect
     short: dict[str, str]
 
     def as_value(self, text: str, dtype: DType) -> str:
-        """What is in memory as a value: a bool has no size there."""
+        """An element in memory as a value: bools are stored as bytes, because the type bool has no size in memory."""
         return f"({text} != 0)" if is_bool(dtype) else text
 
     def read(self, buffer: str, address: str, dtype: DType) -> str:
@@ -152,9 +152,9 @@ class SimtWriter(Writer):
 
 @dataclass(frozen=True)
 class LaunchDraft:
-    """One launch on its way: what was written, and how many work-items there are."""
+    """A launch being written: the writer with its text, and the number of work-items."""
 
     writer: SimtWriter
     items: Index | str
     group: int = 1
-    before: tuple[str, ...] = ()  # functions of its own
+    before: tuple[str, ...] = ()  # functions that it needs, written before the kernel

@@ -1,10 +1,10 @@
-"""In which order the groups of a kernel come, where what they read does not depend on all of their variables.
+"""Chooses the order of a kernel's groups, if some of its reads do not depend on all of its variables.
 
     scale[column] for every row: groups of one row after the other read all of `scale` again for each row.
 
 If a cache does not hold that much, some rows are walked side by side instead (a band): all of them read a part of
-`scale` before any group goes on to the next part. The same holds for elements of several rows that share a line of
-memory, read or written, and for the products of a batch whose factors do.
+`scale` before any group goes on to the next part. The same is done if elements of several rows, read or written, share
+a cache line, and for the products of a batch whose factors share lines.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from flambeau.ir.tuning import POINTS
 class Bands:
     outer: tuple[Sym, ...]  # their points are the rows
     inner: tuple[Sym, ...]  # their points are a row
-    rows: int  # side by side
-    chunk: int  # points of a group
-    groups: Index  # of a row
+    rows: int  # rows side by side in a band
+    chunk: int  # points per group
+    groups: Index  # groups per row
 
     @property
     def size(self) -> Index:
-        """Groups of a band."""
+        """The number of groups of a band."""
         return self.groups * self.rows
 
     def padded(self, groups: Index) -> Index:
-        """As many groups as whole bands have."""
+        """The number of groups, rounded up to whole bands."""
         return ceildiv(groups, self.size) * self.size
 
     def turn(self, group: str, index: Callable[[Index], str]) -> str:
-        """The place of a group among those that go row by row. The last band may have groups beyond the last row."""
+        """The place of a group in row-by-row order. The last band may have groups beyond the last row."""
         size = index(self.size)
         return f"({group} / {size} * {self.rows} + {group} % {self.rows}) * {index(self.groups)} + " \
                f"{group} % {size} / {self.rows}"
 
 
 def windows(k: Kernel) -> dict[Sym, int]:
-    """How many places the windows of a kernel have, at a point in the middle."""
+    """The number of places in each window loop of a kernel, at a point in the middle."""
     found = {v: hi - lo for e in walk(*k.everything()) if e.op == "fold" for v, lo, hi in e.attr.loops}
     middle = {s: as_index(k.about(s.size, 2) // 2) for n in found.values() for s in n.symbols() if s.extent is not None}
     return {v: max(k.about(n.subs(middle), 1), 1) for v, n in found.items()}
 
 
 def touches(address: Index, itemsize: int, row: set[Sym], size: Callable[[Sym], int]) -> int:
-    """Bytes of lines."""
+    """The bytes of the cache lines that an access touches in one row."""
     points, most = reached(address, row, size), extent(address, row)
     bytes = points * apart(address, itemsize, row, POINTS.line_bytes)
     return bytes if most is None else min(bytes, most * itemsize)
 
 
 def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE, outer: int | None = None) -> Bands | None:
-    """The bands of a kernel whose groups have so many points of these variables each, or of products, of which each of
-    a batch has so many tiles; None if it needs none, or if data say what a point reads. `outer`: how many of the
-    variables may be those of rows."""
+    """The bands of a kernel; None if it needs none, or if data decide what a point reads. Each group has `chunk` points
+    of these variables; for products, each product of the batch has `tiles` tiles. `outer`: how many of the variables
+    may count rows."""
     if isinstance(k, LoopKernel) and k.bounds is not None:
         return None
     itemsizes, line = {p.name: p.dtype.itemsize for p in k.params}, POINTS.line_bytes
@@ -82,7 +82,7 @@ def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE, outer:
     for n in range(1, len(vars) + product if outer is None else outer + 1):
         row = {*vars[n:], *inner, *places}
         touched = {read: touches(*read, row, size) for read in reads}
-        # Tiles of one product share its factors already, as far as a cache goes: others could only share its lines.
+        # Tiles of one product share its factors already, as far as a cache holds them; other products share only lines.
         again = sum(touched[read] for read in touched if product <= apart(*read, {vars[n - 1]}, line) < line)
         every = sum(touched.values())
         if k.about(vars[n - 1].size, 1) > 1 and every > POINTS.row_lines and again * POINTS.band_share > every:
@@ -91,8 +91,8 @@ def bands(k: Kernel, vars: Sequence[Sym], chunk: int, tiles: Index = ONE, outer:
         return None
     n = max(found, key=lambda n: found[n])
     rows = k.about(volume(vars[:n]), 1)
-    # A cache holds what so many groups read. If rows lie in each other's lines, all that fit come side by side. If it
-    # does not even hold what two groups read, they share only what they read at about the same time.
+    # `fitting`: the number of groups whose reads a cache holds. If rows share cache lines, all that fit are walked side
+    # by side. If it does not even hold the reads of two groups, they share only what they read at about the same time.
     row = {*vars[n:], *inner}
     each = sum(bytes * reached(at, {*row, *places}, size) // max(reached(at, row, size), 1) for at, bytes in reads)
     fitting = POINTS.row_lines // max(each * chunk * k.about(volume(inner), 1), 1)

@@ -72,7 +72,7 @@ def render_in(language: type[SimtDialect], kernel: Kernel, name: str, shape: Sha
 
 
 def needed(lines: Sequence[str]) -> list[str]:
-    """Without the constants that nobody reads, such as the place of an element that registers hold."""
+    """The lines without constants that nothing reads, such as the place of an element that registers hold."""
     words = [set(_WORD.findall(line)) for line in lines]
     depths = [len(line) - len(line.lstrip()) for line in lines]
     kept: list[int] = []  # from the last line on
@@ -87,7 +87,7 @@ def needed(lines: Sequence[str]) -> list[str]:
 
 
 def exceeded(w: Writer, pointers: int) -> str:
-    """The size that belongs to the fault in `bad`."""
+    """An expression for the size that was exceeded, by the fault in `bad`."""
     text = "0"
     for b, code in w.sites.items():
         text = f"(bad >> {WHICH}) == {code >> WHICH} ? {w.index(b.size)} : {text}"
@@ -97,7 +97,7 @@ def exceeded(w: Writer, pointers: int) -> str:
 
 
 def dtypes_of(k: Kernel) -> frozenset[DType]:
-    """All that it reads, computes and writes."""
+    """All dtypes that a kernel reads, computes and writes."""
     combines = [i.joins for i in reductions_of(k.items)] if isinstance(k, LoopKernel) \
         else [k.combine] if isinstance(k, ScanKernel) else []
     inside = [e.dtype for e in walk(*k.everything(), *(e for c in combines for e in c.result))]
@@ -105,7 +105,7 @@ def dtypes_of(k: Kernel) -> frozenset[DType]:
 
 
 def reaches(k: Kernel) -> Iterator[int]:
-    """For each pointer how many bytes from there on the kernel can touch, 0 where sizes of the run decide it."""
+    """For each pointer, the number of bytes after it that the kernel can touch; 0 if run-time sizes decide it."""
     touched = [*((e.attr[0], e.attr[1][0]) for e in loads(*k.everything())), *k.stores]
     for p in k.params:
         ends = [a.bounds()[1] for name, a in touched if name == p.name]
@@ -116,7 +116,7 @@ def reaches(k: Kernel) -> Iterator[int]:
 
 
 def write_threads(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDraft]:
-    """On CPUs."""
+    """The launches of a kernel on a CPU."""
     if isinstance(kernel, ContractKernel):
         return [ThreadBlocks(d, kernel, shape.units).write()]
     if isinstance(kernel, LoopKernel | ScanKernel):
@@ -134,7 +134,7 @@ def write_threads(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDr
 
 
 def write_points(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDraft]:
-    """On GPUs."""
+    """The launches of a kernel on a GPU."""
     if isinstance(kernel, ContractKernel):
         whole = d.matrices is not None and kernel.left.dtype is torch.float32
         return [(MatrixTiles if whole else Tiles)(d, kernel, shape).write()]
@@ -157,14 +157,14 @@ def write_points(d: SimtDialect, kernel: Kernel, shape: Shape) -> list[LaunchDra
 
 
 def fits_narrow(k: Kernel) -> bool:
-    """Whether no index can leave 32 bits: GPUs compute those in half the time or less."""
+    """Whether all indices fit in 32 bits: GPUs compute with these in half the time or less."""
     if isinstance(k, ScatterKernel):
         domains: list[tuple[Sym, ...]] = [k.vars, k.out_vars]
     elif isinstance(k, ContractKernel):
         domains = [(*k.batch, *k.rows, *k.columns), k.depth]
     else:
         inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
-        # The points of a segment lie somewhere in its axis: their number is not that of all pairs.
+        # A segment is a part of its axis, so there are fewer points than pairs of an outer point and one of the axis.
         domains = [k.outer, inner] if isinstance(k, LoopKernel) and k.bounds is not None else [(*k.outer, *inner)]
     points = [volume(vars) for vars in domains]
     inside = [i for e in walk(*k.everything()) for i in e.own_indices()]

@@ -29,18 +29,18 @@ BUFFERS = 31
 THREADGROUP_BYTES = 32 << 10
 SIMD_WIDTH = 32  # of every Apple GPU
 LARGEST_GROUP = 1024
-# Of a larger one, threads have too few registers to hold a row.
+# In a larger group, threads have too few registers to hold a row.
 SHAPE = Shape(threads=False, group=POINTS.group, units=1, largest=LARGEST_GROUP // 2, local=THREADGROUP_BYTES // 2)
-# Functions that are computed in double elsewhere.
+# Functions that other targets compute in double.
 MISSING = SPECIAL
 DTYPES = SUPPORTED - {torch.float64}
-# One after the other by compare and swap of the word of 32 bits that holds an element, or by an instruction.
+# Atomic combines: by compare-and-swap of the 32-bit word that holds an element, or by an instruction.
 JOINS = frozenset({(mode, dtype) for mode in MODES for dtype in DTYPES if dtype.itemsize <= 4} | {("add", torch.int64)})
 WORDS = {4: "uint4", 2: "uint2", 1: "uint"}  # several words side by side
 
 
 class Metal(OpenCL):
-    # A double is never computed with: a number of the run comes as one, and becomes a float at once.
+    # Nothing is computed in double: a run-time number arrives as a double and is converted to a float immediately.
     types = {**OpenCL.types, torch.float64: "ulong"}
     stored = {**types, torch.bool: "uchar"}
     unlikely = "{}"
@@ -69,7 +69,7 @@ class Metal(OpenCL):
         return f"(({places}) & {lanes - 1}) == 0"
 
     def line_of(self, kind: str, lanes: int) -> tuple[str, str]:
-        """The type of an access to so many elements, and a variable that is those and this."""
+        """The type of one access to `lanes` elements, and the declaration of a union of it and the elements."""
         size = next(dtype.itemsize for dtype, name in self.stored.items() if name == kind) * lanes
         whole = WORDS[size // 4] if size >= 4 else "ushort"
         return whole, f"union {{ {whole} whole; {kind} parts[{lanes}]; }} line;"
@@ -133,8 +133,8 @@ class Metal(OpenCL):
 
 
 def direct(pointers: int) -> int:
-    """How many of a kernel's pointers are buffers of their own. If all, with words and faults, are too many, the last
-    ones are the fields of a structure in a buffer."""
+    """How many of a kernel's pointers are separate buffers. If these, with words and faults, would be too many, the
+    last ones are the fields of a structure in one buffer."""
     return pointers if pointers + 2 <= BUFFERS else BUFFERS - 3
 
 

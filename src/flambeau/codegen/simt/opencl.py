@@ -1,7 +1,7 @@
 """The OpenCL C dialect.
 
-The text keeps to OpenCL C 1.2, without builtin functions where operators or the library's own polynomials do: on CPUs
-those are vectors, and the builtins mostly are not.
+The text keeps to OpenCL C 1.2. It uses operators or the library's own polynomials instead of builtin functions where
+these suffice: on CPUs they vectorise, and the builtins mostly do not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .kernel import render_in
 # Functions without a text in OpenCL C; the other special functions are computed in double.
 MISSING = frozenset(("bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"))
 MISSING_WITHOUT_DOUBLES = SPECIAL - {"lgamma"}
-# What a function's name ends in, by the dtype it works on.
+# The suffix of a function's name, by the dtype it works on.
 SUFFIX = {
     torch.float32: "f", torch.float64: "d", torch.int64: "l", torch.int32: "i", torch.int16: "s", torch.int8: "c",
     torch.uint8: "uc", torch.uint16: "us", torch.uint32: "ui", torch.uint64: "ul", torch.bool: "b",
@@ -33,8 +33,8 @@ SUFFIX = {
 
 @dataclass(frozen=True)
 class PartOfWord:
-    """An element that is smaller than the words that can be swapped: lines that find its place in one, that word's
-    address, the element in a word, and the word with another value in its place."""
+    """An element smaller than the words that can be swapped atomically: lines that find its place in a word, the word's
+    address, the element in the word, and the word with the element replaced."""
 
     before: tuple[str, ...]
     address: str
@@ -68,7 +68,7 @@ class OpenCL(SimtDialect):
             simd = "#pragma clang loop vectorize(assume_safety)"
             if not how.points or (reports and counted):
                 return simd
-            # In so many words: PoCL leaves such a loop one vector long, and its states in memory.
+            # Stated explicitly: otherwise PoCL makes such a loop one vector long, and leaves its states in memory.
             width = min(CPU.vector_bytes // how.size, how.points)
             return f"{simd} vectorize_width({width}) interleave_count({max(how.points // width, 1)})"
         return {APART: "#pragma clang loop vectorize(disable) unroll_count(8)", UNROLLED: "#pragma unroll"}[how] \
@@ -112,15 +112,15 @@ class OpenCL(SimtDialect):
         return f"vstore{lanes}({line}, 0, {array});"
 
     def write_line(self, kind: str, lanes: int, pointer: str, array: str, backward: bool) -> str:
-        # Not vload: of an array that lives across a barrier, PoCL gave wrong second elements (a softmax of 9 x 70).
+        # Not vload: for an array that lives across a barrier, PoCL gave wrong second elements (a softmax of 9 x 70).
         elements = ", ".join(f"({array})[{lane}]" for lane in (range(lanes)[::-1] if backward else range(lanes)))
         return f"*((__global {kind}{lanes}*)({pointer})) = ({kind}{lanes})({elements});"
 
     def part_of_word(self, dtype: DType, element: str, place: str, seen: str) -> PartOfWord:
-        """An element of 8 or 16 bits in the word of 32 that `seen` holds."""
+        """An element of 8 or 16 bits in the 32-bit word that `seen` holds."""
         many, bits = 4 // dtype.itemsize, 8 * dtype.itemsize
         mask = f"{(1 << bits) - 1}u"
-        # What lies beside the first or the last element of a tensor is written as it was found.
+        # Bytes next to the first or the last element of a tensor are written back unchanged.
         before = (f"const uint {place}_odd = (uint)((ulong)&{element} / {dtype.itemsize}) & {many - 1}u;",
                   f"const uint {place}_shift = {place}_odd * {bits}u;")
         part = f"({seen} >> {place}_shift & {mask})"
@@ -163,7 +163,7 @@ def bits_of(value: float, dtype: DType) -> int:
 
 
 def swizzle(lanes: int, backward: bool) -> str:
-    """The elements of a vector from the last to the first."""
+    """The suffix that reverses a vector; empty unless `backward`."""
     return f".s{'fedcba9876543210'[-lanes:]}" if backward else ""
 
 

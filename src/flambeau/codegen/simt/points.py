@@ -1,7 +1,7 @@
-"""Maps on GPUs: a work-item computes a point of the result, and neighbours in memory are neighbours in a group.
+"""Maps on GPUs: a work-item computes a point of the result, and adjacent work-items have points adjacent in memory.
 
-A work-item that reduces or scans walks its points one after the other: columns, segments, short rows. Rows that are
-long and contiguous are a group's work (`rows.py`).
+A work-item that reduces or scans walks its points one after the other: columns, segments, short rows. Long contiguous
+rows are shared by a group (`rows.py`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..writer import Scope
 from .dialect import Exchange, LaunchDraft, Shape, SimtWriter
 from .group_order import Bands, bands
 
-SMALL = 2.0**-100  # a number with a reciprocal that has all its digits is larger, and smaller than 1 / SMALL
+SMALL = 2.0**-100  # reciprocals have full precision for numbers larger than this and smaller than 1 / SMALL
 
 
 class Points(SimtWriter, NestWriter):
     """One work-item for each point of some variables."""
 
-    bands: Bands | None = None  # of groups that share what they read
-    until = ""  # where the points of a group end
+    bands: Bands | None = None  # bands of groups that share reads
+    until = ""  # the end of a group's points
 
     def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
         super().__init__(dialect, kernel)
@@ -50,8 +50,8 @@ class Points(SimtWriter, NestWriter):
             yield s
 
     def first_point(self, vars: Sequence[Sym], chunk: int) -> str:
-        """The first point of this group, of so many of these variables' each. Groups of a band come side by side, and
-        each has points of one row."""
+        """The first point of this group, if each group has `chunk` points of these variables. Groups of a band are side
+        by side, and each has points of one row only."""
         k, long, wide = self.kernel, self.d.long, self.d.types[torch.int64]
         points = volume(vars)
         self.bands = b = bands(k, vars, chunk)
@@ -84,7 +84,7 @@ class Points(SimtWriter, NestWriter):
 
 
 def quotient(x: Expr, s: Expr) -> Expr:
-    """x / s where s is the same for many x: a division of theirs takes ten instructions."""
+    """x / s by the reciprocal of s, which is the same for many x: a division takes ten instructions on a GPU."""
     if s.op != "const":
         lift = Expr("lift", s.dtype, (s,))
         return Expr("over", s.dtype, (x * lift, s * lift, const(1, s.dtype) / (s * lift)))
@@ -131,7 +131,7 @@ class PointLoops(StageWriter[States], Points):
         return self.variables(reductions)
 
     def variables(self, reductions: Sequence[Item]) -> States:
-        """One for each component, that holds the identity."""
+        """Declares a variable for each component, with the identity as its value."""
         states = {}
         for name, identity in identities_of(reductions):
             states[name] = self.fresh("a")
@@ -193,7 +193,7 @@ class PointStart(Points, ScatterWriter):
 
 
 class PointScatter(Points, ScatterWriter):
-    """Points that may meet in an element join it by compare and swap, in no fixed order."""
+    """Points that may meet in an element combine with it by compare-and-swap, in no fixed order."""
 
     def write_all(self) -> None:
         with self.points(self.k.vars):

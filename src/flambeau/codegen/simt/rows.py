@@ -1,7 +1,7 @@
 """Row reductions on GPUs: a group reduces a row, and its work-items read adjacent elements.
 
-A reduction leaves a state with each work-item; these are joined in local memory. A row that fits into the registers
-of a group is read once, whatever is done with it. Scans of rows are in `scans.py`.
+Each work-item reduces its elements to a state, and the states are combined in local memory. A row that fits into the
+registers of a group is read once, whatever is done with it. Scans of rows are in `scans.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def power_below(n: int) -> int:
 
 
 class Rows(Several):
-    """A group for each point of some variables, a row; its elements, as many as fit into registers at once."""
+    """One group for each row, a point of some variables; it holds as many elements as fit into registers at once."""
 
     wide = 1  # points that a group has side by side
-    returns = False  # whether it goes through a row from its end on: what was read last is in a cache
+    returns = False  # whether a row is walked backwards: the elements read last are still in a cache
 
     def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
@@ -41,11 +41,11 @@ class Rows(Several):
         self._joined = False
 
     def divide(self, shape: Shape, words: int) -> None:
-        """How many work-items a group has, and elements each, if an element takes so many registers."""
+        """Chooses the work-items of a group and the elements of each, if an element takes `words` registers."""
         most, limit = max(self.lanes, power_below(max(POINTS.registers // words, 1))), shape.group
         lines = max(-(-self.about(self.number, 0) // self.lanes), 1)
-        while limit <= shape.largest:  # larger ones where a row does not fit otherwise
-            # One of any size may be long after all.
+        while limit <= shape.largest:  # larger groups if a row does not fit otherwise
+            # A row of run-time size may be long after all.
             fitting = 2 * -(-lines // POINTS.lines) - 1 if self.number.is_const else limit
             self.group = power_below(max(min(fitting, limit), POINTS.smallest_group))
             self.each = -(-lines // self.group) * self.lanes
@@ -53,7 +53,7 @@ class Rows(Several):
                 self.each = self.each if self.number.is_const else max(self.each, min(most, POINTS.step))
                 return
             limit *= 2
-        if self.holds_a_part():  # the largest
+        if self.holds_a_part():  # the largest group
             self.group, self.each = power_below(shape.largest), most
             return
         self.group, self.each = power_below(shape.group), max(self.lanes, min(most, POINTS.step))
@@ -63,18 +63,18 @@ class Rows(Several):
         return False
 
     def is_held(self) -> bool:
-        """Whether the elements of its work-items are all of a row."""
+        """Whether the work-items of a group hold all elements of a row at once."""
         return self.number.is_const and self.number.const <= self.at_once()
 
     @contextmanager
     def stretches(self) -> Iterator[str]:
-        """Where the elements of the work-items begin, from part to part of the row."""
+        """Loops over the parts of a row; gives the position where a part begins."""
         base = "0" if self.is_held() else self.fresh("base")
         with self.scope("{" if self.is_held() else self.loop_over_parts(base)):
             yield base
 
     def loop_over_parts(self, base: str) -> str:
-        """The loop over the parts of a row: where each begins."""
+        """The head of the loop over the parts of a row; its variable is the position where each begins."""
         first, end, step = self.begin(), self.end(), self.at_once()
         if not self.returns:
             return f"for ({self.d.long} {base} = {first}; {base} < {end}; {base} += {step}) {{"
@@ -91,7 +91,7 @@ class Rows(Several):
             yield s
 
     def shared(self, dtypes: Sequence[DType], times: int = 1) -> list[str]:
-        """Arrays in local memory, so many elements for each work-item; later calls reuse the same arrays."""
+        """Arrays in local memory, with `times` elements for each work-item; later calls reuse the same arrays."""
         kinds = [self.d.stored[dtype] for dtype in dtypes]
         keys = [(kind, kinds[:k].count(kind)) for k, kind in enumerate(kinds)]
         for key in keys:
@@ -103,12 +103,12 @@ class Rows(Several):
 
 
 def words(bytes: int) -> int:
-    """Registers of 32 bits that hold them."""
+    """The number of 32-bit registers that hold so many bytes."""
     return max(-(-bytes // 4), 1)
 
 
 def outside(exprs: Sequence[Expr], known: Collection[Expr]) -> Iterator[Expr]:
-    """Some expressions and what they are computed from, as far as what is known; that, too."""
+    """Yields some expressions and everything they are computed from, down to known values, which are included."""
     seen, stack = set[Expr](), [*reversed(exprs)]
     while stack:
         e = stack.pop()
@@ -121,7 +121,7 @@ def outside(exprs: Sequence[Expr], known: Collection[Expr]) -> Iterator[Expr]:
 
 class RowLoops(Rows, PointLoops):
     k: LoopKernel
-    holding = False  # whether what is dealt with now is in registers
+    holding = False  # whether the elements processed now are held in registers
     again: list[Expr]
 
     def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
@@ -133,10 +133,10 @@ class RowLoops(Rows, PointLoops):
         self.full = {name: a for name, a in kernel.stores if name in maps}
         exprs = kernel.everything()
         self.choose_lanes(exprs, self.full.items())
-        # What all work-items read of a row, and one of them replaces: not before all have read it.
+        # Buffers that all work-items read and one of them overwrites: not before all have read them.
         self.read_too = {p.name for p in kernel.params if p.written and p.aliased} | {e.attr[0] for e in loads(*exprs)}
         self.held = self.to_hold()
-        self.made: dict[Expr, str] = {}  # what is held besides, in arrays: values of the elements
+        self.made: dict[Expr, str] = {}  # values computed from the elements that are held as well, in arrays
         scratch = sum(max(self.dtype_of[name].itemsize, self.d.register_bytes) for name in kernel.scratch)
         taken = self.room(self.held) + scratch
         self.divide(shape, words(taken))
@@ -147,8 +147,8 @@ class RowLoops(Rows, PointLoops):
                 self.divide(shape, words(fewer))
 
     def to_hold(self) -> list[Expr]:
-        """What a row that fits into registers has read before anything is done with it. The others are read some at a
-        time when it is their turn: what all rows read is in a cache, and what only a later stage wants can wait."""
+        """The reads that are made before anything is computed, if a row fits into registers. The others are made in
+        parts when they are needed: data that all rows read is in a cache, and data for a later stage can wait."""
         stages = [self.ahead(exprs_of(s)) for s in self.k.stages]
         first = next((reads for reads in stages if reads), [])
         own = [e for e in dict.fromkeys(e for reads in stages for e in reads)
@@ -157,12 +157,12 @@ class RowLoops(Rows, PointLoops):
         return [e for e in own if e in first or e in self.again]
 
     def room(self, exprs: Iterable[Expr]) -> int:
-        """Bytes of registers that these values of an element take."""
+        """The bytes of registers that these values of one element take."""
         return sum(max(e.dtype.itemsize, self.d.register_bytes) for e in exprs)
 
     def to_make(self) -> tuple[list[Expr], list[Expr]]:
-        """What later stages want again of a row's elements: values, where one takes fewer registers than what it is
-        computed from, and reads."""
+        """The data of a row's elements that later stages need again: computed values, where one takes fewer registers
+        than the reads it is computed from, and reads."""
         before, wanted = set[Expr](), dict[Expr, None]()
         for stage in self.k.stages:
             exprs = exprs_of(stage)
@@ -177,7 +177,7 @@ class RowLoops(Rows, PointLoops):
         return made, [*reads]
 
     def of_elements(self, exprs: Sequence[Expr]) -> set[Expr]:
-        """What is computed from reads that can be held, and from nothing else that changes along a row."""
+        """The values computed from reads that can be held, and from nothing else that changes along a row."""
         inner, reads = frozenset(self.flat), {*self.ahead(exprs)}
         own, others = set[Expr](), set[Expr]()
         for e in walk(*exprs):
@@ -237,7 +237,7 @@ class RowLoops(Rows, PointLoops):
             states.update(zip(i.names, self.joined(i.joins, [states[n] for n in i.names]), strict=True))
 
     def stretch(self, items: Sequence[Item], states: States, stored: Sequence[str], base: str) -> None:
-        """A stage at the elements that work-items have at once."""
+        """Writes a stage for the elements that work-items hold at once."""
         every, known = exprs_of(items), {*self.first_fetched} if self.holding else set[Expr]()
         reads = self.ahead([e for e in outside(every, known) if e.op == "load" and e not in known])
         now = [e for e in outside(every, known) if self.holding and e in self.made and e not in known]
@@ -260,7 +260,7 @@ class RowLoops(Rows, PointLoops):
             super().map_item(item)
 
     def joined(self, c: Combine, states: Sequence[str]) -> list[str]:
-        """All work-items' states in one, known to each of them: four onto one as long as there are so many."""
+        """The states of all work-items combined into one, which all of them get: four into one while there are four."""
         if self.group == self.wide:
             return list(states)
         own = self.across(c, states, self.d.step) if self.d.step else states
@@ -268,7 +268,7 @@ class RowLoops(Rows, PointLoops):
             return list(own)
         arrays = self.shared(c.dtypes)
         if self._joined:
-            self.line(self.d.barrier)  # the last ones were read
+            self.line(self.d.barrier)  # the previous states have been read
         self._joined = True
         return self.joined_in_step(c, own, arrays) if self.d.step else self.joined_in_tree(c, own, arrays)
 
@@ -288,11 +288,12 @@ class RowLoops(Rows, PointLoops):
         return names
 
     def point(self) -> str:
-        """Which of those side by side a work-item has."""
+        """The index of a work-item's point among those side by side."""
         return f"{self.me} % {self.wide}" if self.wide > 1 else "0"
 
     def joined_in_step(self, c: Combine, own: Sequence[str], arrays: Sequence[str]) -> list[str]:
-        """The same where work-items run in step: each step has joined its own, and now every step joins them all."""
+        """The same where work-items run in step: each SIMD group has combined its own states, and now every SIMD group
+        combines those of all."""
         step, wide = self.d.step, self.wide
         count, first = self.group // max(step, wide), f"{self.me} / {step}"
         place = first if wide == 1 else self.me if wide >= step else f"{first} * {wide} + {self.me} % {step}"
@@ -314,7 +315,8 @@ class RowLoops(Rows, PointLoops):
         return names
 
     def across(self, c: Combine, texts: Sequence[str], count: int) -> list[str]:
-        """Texts of so many neighbours joined. Which of two comes first matters for rounding: all take the first's."""
+        """The values of `count` neighbours combined. The order of operands affects rounding, so all neighbours take the
+        result of the first."""
         if count <= self.wide:
             return list(texts)
         slots = [self.fresh("v") for _ in texts]
@@ -346,5 +348,5 @@ class RowLoops(Rows, PointLoops):
             super().keep(name, level, text)
 
     def first(self) -> str:
-        """Whether a work-item is the one that stores what a point came to."""
+        """The condition that a work-item is the one that stores the result of a point."""
         return f"{self.me} == 0"

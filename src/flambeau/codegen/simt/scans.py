@@ -1,6 +1,6 @@
 """Scans on GPUs: a group scans a row, or several adjacent columns.
 
-It goes through them part by part, and carries what the elements before it came to.
+It walks them part by part, and carries the combined value of the elements before each part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GroupScan(Rows, ScanWriter):
         return dict(zip(self.kinds, self.combined(self.k.combine, lefts, rights, self.kinds), strict=True))
 
     def run_elements(self, base: str) -> dict[int, str]:
-        """The values to be combined, each joined with those before it in its run; beyond the end the identity."""
+        """The values to be scanned, each combined with those before it in its run; the identity beyond the end."""
         k = self.k
         own = {j: self.array(kind, "e") for j, kind in self.kinds.items()}
         with self.every() as s:
@@ -56,8 +56,8 @@ class GroupScan(Rows, ScanWriter):
 
 
 class RowScan(GroupScan):
-    """Side by side are runs of a work-item's own elements. What they come to is scanned all runs at once: in a tree, or
-    where work-items run in step, among these and then among the steps."""
+    """A row is cut into runs of adjacent elements, each of one work-item. The totals of all runs are scanned together:
+    in a tree or, where work-items run in step, first within a SIMD group and then across SIMD groups."""
 
     runs = True
 
@@ -65,7 +65,7 @@ class RowScan(GroupScan):
         super().__init__(dialect, kernel, shape)
         self.choose_lanes(kernel.exprs, self.address.items())
         if kernel.reverse and not (self.number.is_const and self.number.const % self.lanes == 0):
-            self.lined = False  # counted from the end, lines do not begin where accesses may
+            self.lined = False  # counted from the end, lines are not aligned for wide accesses
         self.lanes = self.lanes if self.lined else POINTS.scan_run
         self.backward = kernel.reverse
         self.divide(shape, 2 * self.words)
@@ -102,7 +102,7 @@ class RowScan(GroupScan):
         return f"{array}[{line} * {self.group} + {item}]"
 
     def tree(self, sums: Mapping[int, str]) -> None:
-        """Each run joined with those 1, 2 and 3, then 4, 8 and 12, then 16 ... before it."""
+        """Combines the total of each run with those of the runs 1, 2 and 3, then 4, 8 and 12, then 16 ... before it."""
         self.line(self.d.barrier)
         with self.scope(f"for (int h = 1; h < {self.group}; h *= 4) {{"):
             own = self.arrays()
@@ -118,8 +118,8 @@ class RowScan(GroupScan):
             self.line(self.d.barrier)
 
     def in_step(self, sums: Mapping[int, str]) -> None:
-        """Each run joined with those before it of its step; then with what all steps before came to, which every step
-        joins for itself."""
+        """Combines the total of each run with those before it in its SIMD group; then with the total of all SIMD groups
+        before, which every SIMD group computes for itself."""
         step, steps, lane = self.d.step, self.group // self.d.step, f"{self.me} % {self.d.step}"
         with self.each_line() as line:
             mine = {j: self.at(sums[j], line) for j in self.kinds}
@@ -130,7 +130,7 @@ class RowScan(GroupScan):
         own = self.arrays()
         with self.each_line() as line:
             now = {j: f"{own[j]}[{line}]" for j in own}
-            last = self.d.minimum.format(lane, str(steps - 1))  # that of a step
+            last = self.d.minimum.format(lane, str(steps - 1))  # the SIMD group whose total a lane reads
             every = self.joined_before({j: self.at(sums[j], line, f"{last} * {step} + {step - 1}") for j in own}, lane,
                                        steps)
             before = f"({self.me} < {step} ? 0 : {self.me} / {step} - 1)"
@@ -144,7 +144,7 @@ class RowScan(GroupScan):
         self.line(self.d.barrier)
 
     def joined_before(self, values: Mapping[int, str], lane: str, count: int) -> dict[int, str]:
-        """Variables: of each of so many work-items in step, its values joined with those of all before it."""
+        """Variables with the values of each of `count` work-items in step, combined with those of all before it."""
         now = self.copied(values)
         with self.scope(f"for (int h = 1; h < {count}; h *= 2) {{"):
             others = self.copied({j: self.d.of_one.format(now[j], f"({lane} < h ? 0 : {lane} - h)") for j in now})
@@ -153,14 +153,14 @@ class RowScan(GroupScan):
         return now
 
     def arrays(self) -> dict[int, str]:
-        """A value for each line of a work-item."""
+        """Declares arrays with a value for each run of a work-item."""
         own = {j: self.fresh("o") for j in self.kinds}
         for j, kind in self.kinds.items():
             self.line(f"{self.d.stored[kind]} {own[j]}[{self.lines}];")
         return own
 
     def join(self, own: Mapping[int, str], sums: Mapping[int, str], carry: Mapping[int, str], line: str) -> None:
-        """A run with all that lies before it, to be stored."""
+        """Combines a run with everything before it, to be stored."""
         before = self.copied(carry)
         with self.scope(f"if ({self.me} > 0) {{"):
             self.put(before, self.joined(carry, {j: self.at(sums[j], line, "me - 1") for j in own}))
@@ -174,7 +174,7 @@ class RowScan(GroupScan):
 
 
 class ColumnScan(GroupScan):
-    """Columns that lie side by side; of each, a work-item has a stretch of elements below each other."""
+    """Adjacent columns; a work-item has a stretch of consecutive elements of one column."""
 
     def __init__(self, dialect: SimtDialect, kernel: ScanKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
@@ -182,7 +182,7 @@ class ColumnScan(GroupScan):
         assert column is not None
         self.column = column
         self.others = [x for x in kernel.outer if x is not column]
-        # Groups that access neighbours in memory come one after the other.
+        # Groups that access adjacent memory follow one another.
         places = [*(a for _, a in kernel.stores), *(e.attr[1][0] for e in loads(*kernel.exprs))]
         self.others_first = not any(a.coefficient(x) is ONE for x in self.others for a in places)
         self.wide = kernel.form.width

@@ -1,7 +1,7 @@
 """Maps on GPUs whose inputs are contiguous in different variables, such as transposes.
 
-A group takes a tile of both. What is contiguous along the other variable goes through local memory: it is read along
-that one, and used along the first.
+A group takes a tile of both. Data that is contiguous along the second variable goes through local memory: it is read
+along the second variable, and used along the first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Transpose(Several, PointLoops):
         assert kernel.vector is not None and kernel.tile is not None
         self.along, self.across = kernel.vector, kernel.tile
         self.reads = kernel.transposed_reads(masked=True)
-        # Tiles that share the lines of what is contiguous along a third variable come one after the other.
+        # Tiles that share cache lines of data that is contiguous along a third variable follow one another.
         third = {v for _, a in kernel.accesses() for v in kernel.outer if a.coefficient(v) is ONE}
         self.beside = [v for v in kernel.outer if v in third - {self.along, self.across}]
         self.apart = [v for v in kernel.outer if v not in {*self.beside, self.along, self.across}]
@@ -41,7 +41,7 @@ class Transpose(Several, PointLoops):
         tiles = self.wide * self.many * volume(self.beside)
         every = [*self.apart, *self.beside, self.across, self.along]
         b = bands(kernel, every, self.long * self.high, outer=len(self.apart))
-        if b is not None:  # tiles that read the same come side by side
+        if b is not None:  # tiles that read the same data are walked side by side
             self.bands = replace(b, groups=tiles * volume(self.apart[len(b.outer):]))
         self.tiles = tiles * volume(self.apart)
 
@@ -53,7 +53,7 @@ class Transpose(Several, PointLoops):
         beside, wide, many = map(self.index, (volume(self.beside), self.wide, self.many))
         self.total = (self.tiles if b is None else b.padded(self.tiles)) * self.group
         arrays = {e: self.fresh("transposed") for e in self.reads}
-        for e, array in arrays.items():  # a column more: neighbours are not in the same bank, whichever way
+        for e, array in arrays.items():  # padded by a column: neighbours are in different banks, whichever way
             self.line(f"{self.d.local} {self.d.stored[e.dtype]} {array}[{self.long * (self.high + 1)}];")
         turn = b.turn(f"({self.d.types[torch.int64]}){self.d.group}", self.index) if b else self.d.group
         self.line(f"const {long} {self.me} = {self.d.lane}, tile = {turn}, block = tile / {beside};")
@@ -83,12 +83,12 @@ class Transpose(Several, PointLoops):
                             self.stage(stage)
 
     def places(self, s: str, of_x: str, of_y: str) -> tuple[str, str]:
-        """Of a work-item's element in the tile, by its number."""
+        """The coordinates in the tile of a work-item's element, by its number."""
         x, y, at = self.fresh("x"), self.fresh("y"), f"({s} * {self.group} + {self.me})"
         self.line(f"const int {x} = {at} {of_x}, {y} = {at} {of_y};")
         return x, y
 
 
 def side_of(v: Sym, most: int) -> int:
-    """The least power of two that holds the variable, if it is short."""
+    """The side of a tile: at most `most`, and the least power of two that holds the variable, if it is short."""
     return min(most, 1 << (v.size.const - 1).bit_length()) if v.size.is_const and v.size.const else most

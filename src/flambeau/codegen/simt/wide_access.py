@@ -1,8 +1,8 @@
 """Wide accesses on GPUs: a work-item loads several elements, then computes, then stores them.
 
-Memory is far away, and its bandwidth is what is under way at once. Elements side by side are one access of 16 bytes
-where strides allow it and, which the kernel looks at, the offsets of its tensors do. Otherwise the elements of a
-work-item lie a group's width apart, so that side by side are those of its neighbours.
+Memory latency is long, so bandwidth depends on how many accesses are in flight at once. Adjacent elements are one
+access of 16 bytes if the strides allow it and the offsets of the tensors do, which the kernel tests. Otherwise the
+elements of a work-item are a group's width apart, so that adjacent elements belong to adjacent work-items.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from .points import PointLoops, Points
 
 
 class Several(Points):
-    """Elements of `flat`, `number` in all; those of a work-item are counted from 0 to `each`."""
+    """Work-items with several elements of `flat`, `number` in all; a work-item's own are counted from 0 to `each`."""
 
     each = 1
-    lanes = 1  # elements side by side
+    lanes = 1  # adjacent elements
     lined = False  # whether these can be one access
-    runs = False  # whether they are a work-item's own in any case
+    runs = False  # whether they belong to one work-item even without wide accesses
     flat: tuple[Sym, ...] = ()
     around: frozenset[Sym] = frozenset()  # variables that are the same for all of a work-item's elements
     number: Index = ONE
     me = "me"
-    part: tuple[int, int] | None = None  # of these elements, the ones that are dealt with now
-    backward = False  # whether elements count downward: lines are reversed on their way
+    part: tuple[int, int] | None = None  # the range of a work-item's elements that is processed now
+    backward = False  # whether elements count downward: lines are reversed when they are loaded or stored
     address: dict[str, Index]
 
     def __init__(self, dialect: Dialect, kernel: Kernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)
-        self.fetched: dict[Expr, str] = {}  # what was read of the elements, in arrays
-        self.kept: dict[str, str] = {}  # what will be stored of them
+        self.fetched: dict[Expr, str] = {}  # arrays with elements that were loaded
+        self.kept: dict[str, str] = {}  # arrays with elements to be stored
 
-    # ---- what is accessed how --------------------------------------------------------------------------
+    # ---- the choice of accesses ------------------------------------------------------------------------
 
     def ahead(self, exprs: Sequence[Expr]) -> list[Expr]:
-        """Reads that can be made before anything is computed."""
+        """The reads that can be made before anything is computed."""
         inside = set(self.flat)
         known = inside | set(self.sizes) | self.around
         found = []
@@ -65,7 +65,7 @@ class Several(Points):
         lines += [(self.dtypes[name], a) for name, a in stores]
         others = [e for e in loads(*exprs) if e not in reads]
         if self.d.bounded:
-            return  # nothing checks an access to several
+            return  # accesses to several elements cannot be checked
         if any(e.attr[1][0].coefficient(v) is ONE for e in others):
             return  # computed addresses: neighbouring work-items should access neighbouring elements
         lanes = POINTS.access_bytes // max((dtype.itemsize for dtype, _ in lines), default=POINTS.access_bytes)
@@ -77,7 +77,7 @@ class Several(Points):
             lanes //= 2
 
     def look(self, reads: Sequence[Expr], stores: Iterable[str]) -> None:
-        """Whether the offsets of all tensors allow wide accesses."""
+        """Writes the test whether the offsets of all tensors allow wide accesses."""
         if not self.lined:
             return
         names = [e.attr[0] for e in reads if is_line(e.attr[1][0], self.flat[-1], self.lanes)] + [*stores]
@@ -87,7 +87,7 @@ class Several(Points):
     # ---- elements --------------------------------------------------------------------------------------
 
     def place(self, s: str, base: str) -> str:
-        """Of a work-item's element among all of them."""
+        """The position of a work-item's element among all elements."""
         apart = f"{s} * {self.group} + {self.me}"
         if self.lanes == 1:
             return f"{base} + {apart}"
@@ -95,14 +95,14 @@ class Several(Points):
         return f"{base} + ({beside})" if self.runs else f"{base} + (wide ? {beside} : {apart})"
 
     def begin(self) -> str:
-        """The first of the elements that are dealt with part by part, and the end of all."""
+        """The first of the elements that are processed part by part; `end` is the end of all."""
         return "0"
 
     def end(self) -> str:
         return self.index(self.number)
 
     def at_once(self) -> int:
-        """Elements of a group."""
+        """The number of elements that a group holds at once."""
         return self.each * self.group
 
     def is_whole(self) -> bool:
@@ -114,7 +114,8 @@ class Several(Points):
 
     @contextmanager
     def element(self, s: str, base: str, beyond: str) -> Iterator[Scope]:
-        """One of them; beyond the end nothing is done ("skip"), or the last element is met once more ("clamp")."""
+        """The scope of one element; beyond the end nothing is done ("skip"), or the last element is used again
+        ("clamp")."""
         at, text, guard = self.fresh("q"), self.place(s, base), "{"
         if not self.is_whole():
             if beyond == "clamp":
@@ -140,7 +141,7 @@ class Several(Points):
             yield s
 
     def in_parts(self, wanted: bool) -> Iterator[None]:
-        """A work-item's elements some at a time, where they need not all be there at once."""
+        """Loops over a work-item's elements in parts, if they need not all be loaded at once."""
         step = max(self.lanes, POINTS.part) if wanted else self.each
         for first in range(0, self.each, step):
             self.part = (first, min(first + step, self.each))
@@ -155,7 +156,7 @@ class Several(Points):
     # ---- memory ----------------------------------------------------------------------------------------
 
     def fetch(self, reads: Sequence[Expr], base: str) -> None:
-        """All elements of these reads into arrays."""
+        """Loads all elements of these reads into arrays."""
         for e in reads:
             self.fetched.pop(e, None)
         arrays = {e: self.array(e.dtype, "r") for e in reads}
@@ -178,7 +179,7 @@ class Several(Points):
             self.fetched.update(arrays)
 
     def flush(self, names: Sequence[str], base: str) -> None:
-        """All elements of these results from their arrays to where they are stored."""
+        """Stores all elements of these results from their arrays."""
 
         def wide(s: str) -> None:
             for name in names:
@@ -193,11 +194,11 @@ class Several(Points):
             self.transfer(base, "skip", wide, one)
 
     def line_at(self, name: str, address: Index) -> tuple[str, int, str]:
-        """Type, number and place of elements side by side."""
+        """The type, number and address of adjacent elements."""
         return self.d.stored[self.dtypes[name]], self.lanes, f"{self.short[name]} + {self.index(address)}"
 
     def transfer(self, base: str, beyond: str, wide: Callable[[str], None], one: Callable[[str], None]) -> None:
-        """Accesses to all elements: lines of them where that can be, otherwise one by one."""
+        """Accesses all elements: by wide accesses where possible, otherwise one by one."""
         if not self.lined:
             with self.every() as s, self.element(s, base, beyond):
                 one(s)
@@ -215,7 +216,7 @@ class Several(Points):
 
 
 class StreamedPoints(Several, PointLoops):
-    """A map of many points."""
+    """A map of many points: each work-item computes several."""
 
     def __init__(self, dialect: Dialect, kernel: LoopKernel, shape: Shape) -> None:
         super().__init__(dialect, kernel, shape)

@@ -15,12 +15,12 @@ from flambeau.ir.expr import Expr, cast, chosen, conjuncts, index_value, where
 from flambeau.ir.index import Index, Sym
 from flambeau.ir.nodes import Contract, Node, Pointwise, Reduce, Segment, as_indices, dim_vars
 
-LEAST = 4096  # points of a loop that is worth a launch of its own for what it picks
-Maps = Callable[[str], Pointwise | None]  # what computes a buffer, if that is a map
+LEAST = 4096  # points of a loop whose removal is worth a separate launch
+Maps = Callable[[str], Pointwise | None]  # the map that computes a buffer, if it is one
 
 
 def picked(n: Node, maps: Maps) -> Node:
-    """The node without the loop over a variable of which one value alone adds something."""
+    """The node without the loop over a variable of which only one value contributes to the sum."""
     if not isinstance(n, Reduce) or isinstance(n, (Contract, Segment)) or n.combine.name != "sum" \
             or is_bool(n.combine.dtypes[0]):
         return n
@@ -47,7 +47,7 @@ def picked(n: Node, maps: Maps) -> Node:
 
 
 def computed(e: Expr, maps: Maps) -> Expr:
-    """What a map computes, in place of a read of it."""
+    """The expression, with a read of a map's result replaced by what the map computes."""
     if e.op == "cast":
         return cast(computed(e.args[0], maps), e.dtype)
     if e.op == "load" and not e.args and (made := maps(e.attr[0])) is not None:
@@ -56,7 +56,7 @@ def computed(e: Expr, maps: Maps) -> Expr:
 
 
 def equations(e: Expr) -> Iterator[tuple[Sym, Expr]]:
-    """Variables that a condition says the value of, and that value."""
+    """Yields the variables whose value a condition determines, with that value."""
     if e.op == "eq":
         for a, b in (e.args, e.args[::-1]):
             if a.op == "index" and isinstance(v := a.attr.atom(), Sym):

@@ -1,8 +1,8 @@
 """Computes the maximum of a row and the sum of its exponentials in one pass.
 
 A softmax goes over its rows three times: for the largest element, for the sum, and for the results. Where a row does
-not stay in registers, each pass reads it from memory. The first two can be one: what was summed so far is scaled
-whenever a larger element comes (Milakov and Gimelshein, 2018).
+not stay in registers, each pass reads it from memory. The first two can be one: the partial sum is rescaled whenever a
+larger element is found (Milakov and Gimelshein, 2018).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Stage = tuple[Item, ...]
 
 
 def exponentials_at_once(stages: Sequence[Stage], stored: Collection[str]) -> list[Stage]:
-    """The stages, of which some have become one."""
+    """The stages, with each maximum and the sum of exponentials below it computed in one pass."""
     for at, stage in enumerate(stages):
         for top in (i for i in stage if i.combine is simple_combine("max", torch.float32)):
             later = [(k, i) for k in range(at + 1, len(stages)) for i in stages[k] if is_sum_below(i, stages[k], top)]
@@ -45,8 +45,8 @@ def exponentials_at_once(stages: Sequence[Stage], stored: Collection[str]) -> li
 
 
 def with_sum_below(n: Reduce, nodes: Iterable[Node]) -> tuple[Reduce, Reduce] | None:
-    """A reduction to the largest element that also finds the sum of exponentials below it, under a name of its own; and
-    the node that finds that sum otherwise."""
+    """A reduction that computes the largest element and, under a name of its own, the sum of exponentials below it; and
+    the node that computes this sum now. None if there is no such sum."""
     if n.combine is not simple_combine("max", torch.float32):
         return None
     for m in nodes:
@@ -62,19 +62,19 @@ def with_sum_below(n: Reduce, nodes: Iterable[Node]) -> tuple[Reduce, Reduce] | 
 
 
 def sum_of(m: Reduce, both: Reduce, graph: Graph) -> Pointwise:
-    """The sum, from what was found together."""
+    """The node that reads the sum from the results of the joint reduction."""
     vars = dim_vars([v.size for v in m.kept])
     top, total = (graph.whole(name).load(as_indices(vars)) for name in both.names)
     return Pointwise(m.names, vars, finished(top, total), origin=m.origin)
 
 
 def finished(top: Expr, total: Expr) -> Expr:
-    """As in two passes: infinities below themselves are no numbers."""
+    """The sum as two passes give it: NaN if the maximum is infinite, because inf - inf is NaN."""
     return where(eq(abs_(top), math.inf), math.nan, total)
 
 
 def is_sum_below(i: Item, stage: Stage, top: Item) -> bool:
-    """Whether it sums exp(x - m), m the largest x."""
+    """Whether an item sums exp(x - m), where m is the largest x."""
     if i.combine is not simple_combine("sum", torch.float32):
         return False
     maps = {j.names[0]: j.exprs[0] for j in stage if j.combine is None and j.level == "full"}
@@ -83,7 +83,7 @@ def is_sum_below(i: Item, stage: Stage, top: Item) -> bool:
 
 
 def alive(stages: Sequence[Stage], stored: Collection[str]) -> list[Stage]:
-    """Without what nobody reads."""
+    """The stages without items that nothing reads."""
     used, out = set(stored), []
     for stage in reversed(stages):
         kept: Stage = ()
@@ -97,7 +97,7 @@ def alive(stages: Sequence[Stage], stored: Collection[str]) -> list[Stage]:
 
 @cache
 def _scaled_sum(dtype: DType) -> Combine:
-    """(m, s) stands for a sum s of exponentials below m."""
+    """A combine of pairs (m, s): the largest x, and the sum s of all exp(x - m)."""
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
         (am, asum), (bm, bsum) = a, b

@@ -1,13 +1,13 @@
 """Scatters in a fixed order, for machines whose threads write in any order: if results have to be deterministic, or if
 there is no atomic for the combine (such as the minimum of 64-bit integers).
 
-A stable sort brings the points that meet in an element together, in the order of the source. The first of such a run
-does the work of all: it starts from what the element was, takes in one value after the other, and writes once, so that
-the element becomes ((start + first) + second) + ..., as on one thread. Where values replace each other, the last of a
-run alone writes. Nobody should wait for a run of a million, though: of one longer than STRETCH, the stretches after the
-first are summed by others at the same time, each for itself in order, and taken in one after the other.
+A stable sort brings the points that write the same element together, in the order of the source. The first point of
+such a run does the work of all: it starts from the element's old value, combines one value after the other with it, and
+writes once, so that the element becomes ((start + first) + second) + ..., as on one thread. If values replace each
+other, only the last point of a run writes. A run of a million should not be serial, though: if a run is longer than
+STRETCH, the stretches after the first are summed in parallel, each in order, and then combined one after the other.
 
-A variable that is an index of the target by itself stays out of this: rows are sorted once for all of their columns.
+A variable that is an index of the target by itself is not sorted: rows are sorted once for all of their columns.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flambeau.ir.scalar import floordiv, fold_over, maximum, minimum
 from flambeau.ir.sort import sort
 
 Place = tuple[Index, ...]
-STRETCH = 512  # values that are taken in one by one
-AHEAD = 4  # values that are on their way at once
+STRETCH = 512  # values that one point combines one by one
+AHEAD = 4  # values whose loads are in flight at once
 
 
 def order_scatters(graph: Graph, caps: Capabilities) -> None:
-    """Rewrite the scatters whose results depend on the order of their points, and those that need one."""
+    """Rewrite the scatters whose results depend on the order of their points, and those without an atomic."""
     if caps.ordered_scatter:
         return
     nodes, graph.nodes = graph.nodes, []
@@ -55,14 +55,15 @@ def needs_order(n: Scatter, caps: Capabilities) -> bool:
 
 
 def alone(n: Scatter) -> Scatter:
-    """A scatter whose points do not meet: each joins its value to what it finds."""
+    """A scatter whose points do not meet, with plain writes: each point combines its value with the old element."""
     start = n.init if n.mask is None else masked(n.init, n.mask)
     old = start.subs(dict(zip(n.out_vars, n.target, strict=True)))
     return replace(n, mode="set", value=binary(n.mode, old, n.value), unique=True)
 
 
 def meeting(n: Scatter) -> list[Sym]:
-    """The variables along which points may meet: all but those that are an index of the target, and nothing else."""
+    """The variables along which points may meet: all but those that are by themselves one index of the target, and
+    occur nowhere else in the target or the mask."""
     inside = frozenset() if n.mask is None else n.mask.symbols()
     free = {v for k, t in enumerate(n.target) if isinstance(v := t.atom(), Sym) and v not in inside
             and not any(v in other.symbols() for j, other in enumerate(n.target) if j != k)}
@@ -78,10 +79,10 @@ class Runs:
         self.left = [v for v in n.vars if v not in self.met]
         self.sizes = [v.size for v in self.met]
         self.count = product(self.sizes)
-        # What decides the run: the indices that are not a variable which stays out.
+        # The indices of the target that decide the run: all except the variables that are not sorted.
         self.places = [k for k, t in enumerate(n.target) if t.atom() not in self.left]
         self.extents = [n.out_vars[k].size for k in self.places]
-        self.end = product(self.extents)  # the key of points that take no part
+        self.end = product(self.extents)  # the key of masked points
         self.keys, self.order = self.sort()
 
     def sort(self) -> tuple[Value, Value]:
@@ -120,8 +121,8 @@ class Runs:
                        inlined=n.inlined)
 
     def joined_at_the_end(self) -> Scatter:
-        """The same where the order does not matter: values are joined along their runs, all at once, and the last
-        point of a run writes what it came to."""
+        """The same if the order does not matter: one scan combines the values along their runs, and the last point of a
+        run writes the result."""
         n = self.n
         sizes = (self.count, *(v.size for v in self.left))
 
@@ -140,7 +141,7 @@ class Runs:
                        inlined=n.inlined)
 
     def target(self, p: Index, rest: dict[Sym, Index]) -> tuple[Index, ...]:
-        """Where the point at p goes."""
+        """The element that the point at p writes."""
         out = [t.subs(rest) for t in self.n.target]
         key = computed(cast(self.keys.load((p,)), torch.int64), 0, most(self.end))
         for k, i in zip(self.places, unflat(key, self.extents), strict=True):
@@ -150,14 +151,14 @@ class Runs:
     # ---- the values of a run ---------------------------------------------------------------------------
 
     def lengths(self, ends: Value, p: Index) -> Expr:
-        """How many points a run has, at the first of them; zero at the others. It is asked for again and again."""
+        """The number of points of a run, at its first point; zero at the others. Stored, because it is read often."""
         dtype = ends.dtype
         kept = build.pointwise((self.count,), lambda i: where(
             self.counts(i[0], self.is_first(i[0])), ends.load(i) - index_value(i[0], dtype), 0), laid=True)
         return cast(kept.load((p,)), torch.int64)
 
     def joined(self, first: Expr, p: Index, rest: dict[Sym, Index], length: Expr, ends: Value) -> Expr:
-        """The first stretch of a run with all others."""
+        """The first stretch of a run, combined with all others."""
         if (high := self.count.bounds()[1]) is not None and high <= STRETCH:
             return first
         parts, others = self.parts(ends), [rest[v] for v in self.left]
@@ -166,7 +167,7 @@ class Runs:
             binary(self.n.mode, taken[0], parts.load(((p + w[0] * STRETCH) // STRETCH, *others))),))[0]
 
     def stretch(self, start: Expr, p: Index, rest: dict[Sym, Index], length: Expr) -> Expr:
-        """The start with the values from p on, one after the other: as many as there are, up to STRETCH."""
+        """The start combined with the values from p on, one after the other: `length` of them, at most STRETCH."""
         length = minimum(length, STRETCH)
 
         def step(w: Place, taken: tuple[Expr, ...]) -> tuple[Expr]:
@@ -182,10 +183,10 @@ class Runs:
         return fold_over([(0, steps)], (start,), step)[0]
 
     def parts(self, ends: Value) -> Value:
-        """Element k is the sum of the stretch that begins among the positions from STRETCH * k on, up to the next such.
+        """Element k is the sum of the stretch that begins at a position from STRETCH * k up to STRETCH * (k + 1).
 
-        There is at most one, the first of a run aside, and it belongs to the run of the first of these positions: that
-        of any other run would begin a whole stretch after that run, which begins later.
+        Not counting the first stretches of runs, there is at most one, and it belongs to the run of the first of these
+        positions: a run that begins at a later one has its second stretch STRETCH positions later, in another block.
         """
         n, starts = self.n, self.edges(last=False)
 
@@ -201,7 +202,7 @@ class Runs:
         return build.pointwise((ceildiv(self.count, STRETCH), *(v.size for v in self.left)), body, laid=True)
 
     def edges(self, last: bool) -> Value:
-        """For each point the first of its run, or one past the last."""
+        """For each point, the position of the first point of its run; with `last`, one past its last point."""
         dtype = narrow(self.count + 1)
 
         def body(i: Place) -> Expr:
@@ -215,12 +216,12 @@ class Runs:
     # ---- single points -----------------------------------------------------------------------------------
 
     def point(self, p: Index) -> dict[Sym, Index]:
-        """Where the point that is at p after the sort was before."""
+        """The source position of the point that the sort moved to p."""
         at = computed(self.order.load((p,)), 0, most(self.count))
         return dict(zip(self.met, unflat(at, self.sizes), strict=True))
 
     def counts(self, p: Index, holds: Expr) -> Expr:
-        """Where it holds, and the point at p takes part."""
+        """Whether `holds`, and the point at p is not masked."""
         if self.n.mask is None:
             return holds
         return holds & (cast(self.keys.load((p,)), torch.int64) < index_value(self.end))
@@ -236,7 +237,7 @@ class Runs:
 
 @cache
 def in_runs(mode: str, dtype: DType) -> Combine:
-    """Values joined since the last beginning of a run."""
+    """A combine for scans that starts again at the beginning of each run."""
 
     def fn(a: tuple[Expr, ...], b: tuple[Expr, ...]) -> tuple[Expr, ...]:
         begins = binary("ne", b[0], 0)

@@ -1,9 +1,9 @@
-"""Sums of few columns: several rows side by side are as many columns as vectors have lanes.
+"""Widens sums of few columns: several rows side by side fill the lanes of a vector.
 
-The rows of a table with 13 columns, summed one after the other, fill no vector, and each waits for the sum before it.
-So rows are summed in turns, those of each turn on their own; what the turns come to is one short row of results, summed
-at last. This is done where everything that is read lies as one with the rows, and where the number of turns divides
-their number.
+The rows of a table with 13 columns, summed one after the other, fill no vector, and each addition waits for the one
+before it. So the rows are dealt out to several turns, and each turn has sums of its own; a second reduction adds the
+turns' results. This is done if every access walks rows and columns as one, and if the number of turns divides the
+number of rows.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def widened(graph: Graph, n: Node, t: CpuTuning) -> list[Node]:
 
 
 def in_turns(graph: Graph, n: Reduce, row: Sym, column: Sym, turns: int) -> list[Node]:
-    """Each of the turns has the rows of one rest: row = round * turns + turn. Results of turns lie beside each other as
-    the rows do."""
+    """The two reductions. Each turn sums the rows with one remainder: row = round * turns + turn. The results of turns
+    are adjacent in memory, as the rows are."""
     sizes = [(v, size) for v in n.vars for size in
              ((as_index(row.size.const // turns), as_index(turns)) if v is row else (v.size,))]
     vars = dim_vars([size for _, size in sizes])

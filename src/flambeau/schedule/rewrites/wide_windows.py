@@ -1,8 +1,8 @@
 """Turns large windows into reductions, for machines whose work-items can share them.
 
-A window inside an expression is a loop of one work-item, which is what small ones should be. One of hundreds of
-elements (a pooling of 16 x 16, a gradient that gathers as many) would be gone through one by one where work-items could
-share it. Sums, and largest elements with their places, are what such loops compute.
+A window inside an expression is a loop of one work-item, which is right for small windows. A window of hundreds of
+elements (a pooling of 16 x 16, a gradient that gathers as many) would be walked element by element, although work-items
+could share it. Such loops compute sums, or largest elements with their places.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def share_windows(graph: Graph, caps: Capabilities) -> None:
 
 
 def is_large(e: Expr, n: Pointwise, graph: Graph, most: int) -> bool:
-    """Whether it has more steps than one work-item should make, at a point in the middle, and nothing inside them that
-    is another loop."""
+    """Whether a loop has more steps than one work-item should make (at a point in the middle), contains no other loop,
+    and has constant counts if it has several variables."""
     middle = {v: as_index(about(v.size, graph.typical, 0) // 2) for v in n.vars}
     steps = 1
     for v, _, count in e.attr.loops:
@@ -47,7 +47,7 @@ def is_large(e: Expr, n: Pointwise, graph: Graph, most: int) -> bool:
 
 @dataclass(frozen=True)
 class LoopAsReduction:
-    """A loop as a reduction: how values are combined, what they are, and what the loop's results are made of them."""
+    """A loop as a reduction: how values are combined, the values, and the loop's results computed from its results."""
 
     combine: Combine
     inputs: tuple[Expr, ...]
@@ -55,7 +55,7 @@ class LoopAsReduction:
 
 
 def shared(graph: Graph, n: Pointwise, e: Expr) -> Pointwise:
-    """The node with a read of what a reduction before it has found, in place of the loop."""
+    """The node with the loop replaced by a read of a reduction's result; the reduction is added before it."""
     form = sum_of(e) or largest_of(e)
     if form is None:
         return n
@@ -88,7 +88,7 @@ def shared(graph: Graph, n: Pointwise, e: Expr) -> Pointwise:
 
 
 def sum_of(e: Expr) -> LoopAsReduction | None:
-    """The start, and what is added to it."""
+    """A loop that adds to a start value, as a reduction; None if it is none."""
     if len(e.attr.carries) != 1 or e.args[1].op != "add":
         return None
     (carry,), (start, update) = e.attr.carries, e.args
@@ -100,7 +100,8 @@ def sum_of(e: Expr) -> LoopAsReduction | None:
 
 
 def largest_of(e: Expr) -> LoopAsReduction | None:
-    """The largest element and its place: the first of equal ones, the last of those that are no numbers."""
+    """A loop that finds the largest element and its place, as a reduction; None if it is none. Of equal elements the
+    first counts, of NaNs the last."""
     if len(e.attr.carries) != 2 or any(u.op != "where" for u in e.args[2:]):
         return None
     (best, at), (start, first, *updates) = e.attr.carries, e.args

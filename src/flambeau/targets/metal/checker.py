@@ -1,5 +1,5 @@
 """Checks Metal source without a Mac: libclang type-checks it as C++14 with address spaces, and the checker looks for
-what the language does not have.
+features that the language does not have.
 
     problems = check(source_text)      # [] if there are none
 
@@ -26,7 +26,7 @@ DECLARATIONS = Path(__file__).with_name("declarations.h")
 HEADERS = ("metal_stdlib", "metal_simdgroup", "metal_simdgroup_matrix")
 FLAGS = ["-x", "c++", "-std=c++14", "-nostdinc", "-nostdlibinc", "-fno-exceptions", "-fno-rtti", "-Wno-everything",
          "-Werror=return-type", "-Werror=uninitialized", f"-I{LIBRARY}", f"-I{DECLARATIONS.parent}"]
-# Words that the language does not have, or that a kernel has no use for.
+# Words that the language does not have, or that a kernel does not need.
 FORBIDDEN = {
     "double": "there is no double", "try": "there are no exceptions", "throw": "there are no exceptions",
     "new": "there is no heap", "delete": "there is no heap", "virtual": "there are no virtual functions",
@@ -47,13 +47,13 @@ _SIZES = {"float": 4, "int": 4, "uint": 4, "long": 8, "ulong": 8, "short": 2, "u
 
 
 def check(text: str, name: str = "kernel") -> list[str]:
-    """What is wrong with the kernels of a text, which includes nothing."""
+    """The problems of the kernels of a text without includes."""
     text = text.replace("KERNEL_NAME", name)
     return [*grammar(_COMMENT.sub("", text)), *types(text)]
 
 
 def grammar(text: str) -> list[str]:
-    """Attributes, limits, and words of C++ that Metal has not."""
+    """Problems with attributes, limits, and words of C++ that Metal does not have."""
     out = [f"{found[0]}: {FORBIDDEN[found[0]]}" for found in _WORD.finditer(text)]
     out += [f"{found[0]}: a number without an f" for found in _NUMBER.finditer(text)]
     out += [f"{found[0]}: a cast that does not ask what memory it is of" for found in _CAST.finditer(text)]
@@ -90,7 +90,7 @@ def grammar(text: str) -> list[str]:
 
 
 def loops_beyond(body: str) -> Iterator[str]:
-    """Loops that run past the end of an array of constant size, whatever stands around its accesses."""
+    """Yields loops that run past the end of an array of constant size, even if its accesses are guarded."""
     sizes = {name: int(size) for name, size in _OWN.findall(body)}
     for found in _LOOP.finditer(body):
         _, v, compared, end, inside = found.groups()
@@ -100,8 +100,8 @@ def loops_beyond(body: str) -> Iterator[str]:
 
 
 def types(text: str) -> list[str]:
-    """What a compiler says."""
-    # A variable in an address space of its own has to be static in plain C++, and is in Metal.
+    """The errors that the compiler reports."""
+    # In plain C++ a variable with an address space must be declared static; in Metal it is static anyway.
     text = _SHARED.sub(r"\1\2static threadgroup", text)
     unit = _unit()
     unit.reparse(unsaved_files=files(text))
@@ -109,14 +109,14 @@ def types(text: str) -> list[str]:
 
 
 def files(text: str) -> list[tuple[str, str]]:
-    """The text, and the headers of Metal's library that it asks for."""
+    """The text, and the headers of Metal's library that it includes."""
     named = [str(DECLARATIONS.with_name(name)) for name in HEADERS]
     return [("kernel.cpp", '#include "metal.h"\n' + text), *((name, f'#include "{DECLARATIONS}"\n') for name in named)]
 
 
 @cache
 def _unit() -> Any:
-    """One translation unit that is parsed again and again: what it includes is read once."""
+    """One translation unit that is parsed again and again, so that its includes are read only once."""
     try:
         from clang import cindex
     except ImportError as error:

@@ -1,9 +1,9 @@
 """Everything that needs a Mac: `torch.mps.compile_shader` compiles and launches kernels.
 
-This file has not run on one. What it counts on is written down here and in docs/metal.md: a kernel of the library takes
-tensors (their buffers, from the first element on), lists of ints (as an array of `long`), `threads` (all of them, not
-groups) and `group_size`; launches go to the current stream of `torch.mps`, one after the other. The tests run it on the
-emulator's `compile_shader`, which is called in the same way.
+This file has not run on one. Its assumptions are listed here and in docs/metal.md: a kernel of the library takes
+tensors (their buffers, from the first element on), lists of ints (as an array of `long`), `threads` (their total
+number, not that of groups) and `group_size`; launches go to the current stream of `torch.mps`, one after the other.
+The tests run this file on the emulator's `compile_shader`, which is called in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .library import whole
 
 RECORD = 6  # words of a fault's record
 Kernel: TypeAlias = KeyedSource[RangeSource]
-Place: TypeAlias = tuple[torch.Tensor, int]  # a tensor, and how many bytes from its first element on
+Place: TypeAlias = tuple[torch.Tensor, int]  # a tensor, and an offset in bytes from its first element
 
 
 def compiler() -> Callable[[str], Any]:
@@ -35,7 +35,7 @@ def compiler() -> Callable[[str], Any]:
 
 
 class MacLibrary:
-    """Kernels that are compiled together, when the first of them is wanted."""
+    """Kernels that are compiled together, when the first of them is needed."""
 
     def __init__(self, sources: Sequence[RangeSource], compile: Callable[[str], Any]) -> None:
         self.kernels = {s.name: Kernel(s, hashlib.sha256(s.text.encode()).hexdigest()) for s in sources}
@@ -47,7 +47,7 @@ class MacLibrary:
             if self._library is None:
                 self._library = self._compile(whole([k.text for k in self.kernels.values()]))
             return MacLaunch(kernel, self._library)
-        except (RuntimeError, SyntaxError) as error:  # what torch makes of a text that does not compile
+        except (RuntimeError, SyntaxError) as error:  # raised by torch for a text that does not compile
             return not_compiled(f"the kernel {name}", str(error), "mps", None)
 
 
@@ -61,7 +61,7 @@ class MacLaunch:
         self._items = items_function(self.source)
 
     def run(self, places: Sequence[Place], sizes: Sequence[int]) -> int:
-        """Launch it; the fault that it reports, if it looks for any: only then somebody waits."""
+        """Launch the kernel and return the fault that it reports, or 0. Waits for it only if it checks for faults."""
         tensors = [moved(*place) for place in places]
         few = direct(len(tensors))
         more = [tensors[few:]] if tensors[few:] else []  # a list of tensors is a buffer of their addresses
@@ -69,7 +69,7 @@ class MacLaunch:
         record = torch.zeros(RECORD, dtype=torch.int32, device=device) if self.source.checks else nothing(device)
         for function, part, items in zip(self._functions, self.source.ranges, self._items(1, *sizes), strict=True):
             if items > 0:
-                threads = -(-items // part.group) * part.group  # groups are whole: kernels count on all their threads
+                threads = -(-items // part.group) * part.group  # kernels rely on whole groups
                 function(*tensors[:few], *more, [*sizes] or [0], record, threads=[threads], group_size=[part.group])
         if not self.source.checks:
             return 0
@@ -82,12 +82,13 @@ class MacLaunch:
 
 @cache
 def nothing(device: torch.device) -> torch.Tensor:
-    """A record for kernels that look for no faults: none of them touches it."""
+    """The record passed to kernels that check for no faults; none of them touches it."""
     return torch.zeros(RECORD, dtype=torch.int32, device=device)
 
 
 def moved(t: torch.Tensor, offset: int) -> torch.Tensor:
-    """A tensor whose first element lies so many bytes behind that of another: kernels know no more of one."""
+    """A tensor that begins `offset` bytes after the first element of another. Kernels use nothing but its start, so its
+    dtype and shape do not matter."""
     if not offset:
         return t
     start = t.storage_offset() * t.element_size() + offset
@@ -96,7 +97,7 @@ def moved(t: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 class MacPlan:
-    """Launches in a row. What is in its table are tensors: addresses of a Mac's buffers say nothing."""
+    """A sequence of launches. Its table holds tensors, because addresses of a Mac's buffers are of no use."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = [(launch, tuple(where), tuple(which)) for launch, where, which in steps]

@@ -23,7 +23,7 @@ class MetalTarget(Target):
     names_kernels = True
     name = "mps"
     addresses = False
-    # Not measured: families whose kernels PyTorch writes one by one there, from sizes at which a launch costs nothing.
+    # Not measured: families with handwritten kernels in PyTorch there, from sizes at which a launch costs nothing.
     wins: ClassVar[Mapping[str, int]] = dict.fromkeys(
         ("cumulative", "max pooling", "average pooling", "adaptive pooling", "softmax", "activations"), 1 << 16)
 

@@ -1,9 +1,9 @@
 """Contractions on CPUs: each thread computes blocks of the result, in tiles that fit into registers.
 
-For each block and each stretch of the depth both factors are brought into small arrays, whatever expressions they are,
+For each block and each stretch of the depth, both factors are copied into small arrays, whatever expressions they are,
 in the order in which tiles read them. A tile is some rows times some vectors: each step of the depth reads the vectors
-of the right factor, and one number of the left factor for each row. How large tiles and blocks are, `tiles.py` says,
-for each kind of registers; the compiler knows which there are.
+of the right factor, and one number of the left factor for each row. `tiles.py` chooses the sizes of tiles and blocks
+for each kind of registers; the C++ compiler knows which kind it compiles for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Blocks(ContractWriter):
         rows, columns, depth = (volume(vars) for vars in (kernel.rows, kernel.columns, kernel.depth))
         batch = volume(kernel.batch)
         self.depth = self.stretch(depth)
-        # The right factor stays while blocks of rows go past, if all of its depth fits beside them.
+        # The right factor stays in its array for all blocks of rows, if its whole depth fits.
         self.stays = depth.is_const and depth.const <= CPU.panel_depth
         self.panel = depth.const if self.stays else self.depth
         self.small = all(n.is_const for n in (rows, columns, depth, batch)) and \
@@ -49,8 +49,8 @@ class Blocks(ContractWriter):
         self.masks = None if deep else masks_of(kernel.right, kernel.columns, kernel.depth)
 
     def stretch(self, depth: Index) -> int:
-        """Of the depth at once: parts of about equal length, in whole lines of the innermost variable, if they are
-        short."""
+        """The length of a stretch of the depth. Stretches are about equal, and whole lines of the innermost variable if
+        these are short."""
         n = depth.const if depth.is_const and depth.const else CPU.block_depth
         line = volume(self.k.depth[-1:])
         whole = line.const if line.is_const and 1 < line.const < CPU.block_depth else 1
@@ -65,7 +65,7 @@ class Blocks(ContractWriter):
         return self.scopes[0].lines
 
     def blocks(self) -> None:
-        """Those of one thread: rows first, for which the right factor stays."""
+        """Computes the blocks of one thread, those of different rows first, for which the right factor stays."""
         k = self.k
         for name, length in self.arrays().items():
             self.line(f"alignas(64) {self.kind} {name}[{length}];")
@@ -91,12 +91,12 @@ class Blocks(ContractWriter):
                 self.finish(f"sums[{r} * {COLUMNS} + {c}]")
 
     def arrays(self) -> dict[str, str]:
-        """Of a thread, with their lengths."""
+        """The arrays of a thread, with their lengths."""
         return {"lefts": f"{ROWS} * {self.left_row}" if self.deep_left else f"{self.depth} * {self.left_row}",
                 "rights": f"{self.panel} * {self.right_row}", "sums": f"{ROWS} * {COLUMNS}"}
 
     def multiply(self) -> None:
-        """The sums of a block, stretch by stretch of the depth."""
+        """Computes the sums of a block, one stretch of the depth after the other."""
         depth = self.length(self.k.depth)
         if self.stays:
             with self.scope("if (there != line) {"):
@@ -133,9 +133,9 @@ class Blocks(ContractWriter):
 
     def bring(self, factor: Expr, own: Sequence[Sym], name: str, place: str, step: str, deep: bool, lined: bool
               ) -> None:
-        """A factor of the block into its array; what fills the last tile up is zero.
+        """Copies a factor of the block into its array; zeros fill up the last tile.
 
-        `deep`: in memory the depth is contiguous; `lined`: in the array the points are."""
+        `deep`: the depth is contiguous in memory; `lined`: the points are contiguous in the array."""
         lo, hi = f"{name}0", f"{name}1"
         with self.scope(f"if (({hi} - {lo}) % {step} != 0) {{"):
             long = self.d.long
@@ -157,13 +157,13 @@ class Blocks(ContractWriter):
                     self.line(f"{place.format(**{name: at, 'k': k})} = {'0' if value is None else self.value(value)};")
 
     def bring_masked(self, place: str, m: Masks) -> None:
-        """The right factor, in lines that go on where its mask changes."""
+        """Copies the right factor, in lines that do not end where its mask changes."""
         with self.walk(m.depth, "k0", "k1") as k, self.walk(m.own, "c0", "c1", LANES) as c:
             self.scopes[-1].locals[MASK] = f"(masks[{self.index(m.which)} * {COLUMNS} + {c}] != 0)"
             self.line(f"{place.format(c=c, k=k)} = {self.value(m.factor)};")
 
     def find_masks(self, m: Masks) -> None:
-        """Where the right factor is not zero, for each value of the variables that say so beside its own points."""
+        """Computes the mask of the right factor's points, for each value of the other variables that it depends on."""
         with ExitStack() as loops:
             for u in m.vars:
                 loops.enter_context(self.loop(u, "0", self.extent(u)))
@@ -171,7 +171,7 @@ class Blocks(ContractWriter):
             self.line(f"masks[{self.index(m.which)} * {COLUMNS} + {c}] = {self.value(m.mask)};")
 
     def parts(self, factor: Expr, v: Sym, first: str, end: str) -> list[tuple[str, str, Expr | None]]:
-        """A line from first to end, divided where a factor begins and ends to be zero (None), if it is at all."""
+        """The parts of a line from first to end, with the expression of each; None if a mask makes the factor zero."""
         guard = guard_of(factor, v) if is_long(v) else None
         if guard is None:
             return [(first, end, factor)]
@@ -189,7 +189,8 @@ class Blocks(ContractWriter):
     # ---- a tile ----------------------------------------------------------------------------------------
 
     def tile(self) -> list[str]:
-        """A function: rows times vectors of sums in registers, while the depth goes past. One for each kind of them."""
+        """The function of a tile: it keeps rows times vectors of sums in registers while it walks the depth. One for
+        each kind of registers."""
         out: list[str] = []
         for k, one in enumerate(self.cuts):
             if len(self.cuts) > 1:
@@ -218,5 +219,5 @@ class Blocks(ContractWriter):
 
 
 def is_long(v: Sym) -> bool:
-    """Whether it pays to find out where a line begins and ends, rather than to ask for each element."""
+    """Whether finding the bounds of a line once pays, compared with testing each element."""
     return not v.size.is_const or v.size.const >= CPU.vector_bytes // 2

@@ -1,9 +1,9 @@
-"""Products of few rows with a factor that lies along the depth in memory, as the weights of a linear layer do.
+"""Products of few rows with a factor that is contiguous along the depth, as the weights of a linear layer are.
 
-To bring such a factor into the order of `blocks.py` crosses lines of memory, which takes longer than the product where
-few rows use it. Here vectors go along the depth of both factors: a tile is some rows times some columns of sums, each a
-vector whose lanes are added at the end. The right factor is read where it is; the left one, which all columns use, is
-brought into an array first, whatever expression it is.
+Copying such a factor into the order of `blocks.py` crosses cache lines, which takes longer than the product if few rows
+use it. Here vectors go along the depth of both factors: a tile is some rows times some columns of sums, each a vector
+whose lanes are added at the end. The right factor is read in place; the left one, which all columns use, is copied into
+an array first, whatever expression it is.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def is_for_dots(k: ContractKernel) -> bool:
 
 
 def place_of(k: ContractKernel) -> tuple[str, Index, Sym | None, Sym] | None:
-    """Where the right factor lies: its buffer, an address, and the variables for columns and depth in it; None if it is
-    not read as it is, in lines along the depth."""
+    """The place of the right factor: its buffer, an address, and the variables for columns and depth in it; None unless
+    it is a plain read, contiguous along the depth."""
     columns, (e,) = joined(k.columns, k.right)
     depth, (e,) = joined(k.depth, e)
     stored = {p.name: p.dtype for p in k.params}
@@ -58,7 +58,7 @@ def is_plain(e: Expr, stored: Mapping[str, object]) -> bool:
 
 
 def dot_tile(registers: Registers, itemsize: int, rows: int, columns: int, depth: int) -> Tile:
-    """That which takes least time for all: products, reads, and to add up the lanes at the end."""
+    """The tile that takes the least time in total: for products, reads, and adding up the lanes at the end."""
     lanes = registers.bytes // itemsize
     shapes = [Tile(high, wide, 1) for high in range(1, CPU.dot_side + 1) for wide in range(1, CPU.dot_side + 1)
               if high * wide + high < registers.count]
@@ -94,7 +94,7 @@ class Dots(Blocks):
 
     def bring_left(self) -> None:
         super().bring_left()
-        lanes, long = self.gap, self.d.long  # what fills the last vector up
+        lanes, long = self.gap, self.d.long  # zeros fill up the last vector
         self.line(f"for ({long} x = 0; x < r1 - r0; ++x) for ({long} k = k1 - k0; k % {lanes} != 0; ++k) "
                   f"lefts[x * {self.left_row} + k] = 0;")
 
@@ -121,7 +121,7 @@ class Dots(Blocks):
         out = [f"enum {{ {HIGH} = {t.high}, {ACROSS} = {t.vectors}, {ROWS} = {one.rows}, {COLUMNS} = {one.columns} }};",
                f"{self.d.inlined} void KERNEL_NAME_tile({self.kind}* sums, const {self.kind}* l, const {self.kind}* r, "
                f"{self.d.long} step, {self.d.long} wide, {self.d.long} n, bool first) {{", f"  {self.d.contracted}",
-               # Beyond the last column the first one is read again, and nobody asks for the sum.
+               # Beyond the last column the first one is read again, and its sum is not used.
                *(f"  const {self.kind}* r{c} = r + ({c} < wide ? {c} * step : 0);" for c in range(t.vectors)),
                *(f"  {v} s{r}_{c} = {{}};" for r, c in each), f"  {self.d.long} k = 0;",
                f"  for (; k + {lanes} <= n; k += {lanes}) {{",

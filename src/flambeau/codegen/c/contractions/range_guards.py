@@ -16,7 +16,7 @@ from flambeau.ir.tuning import CPU
 
 @dataclass(frozen=True)
 class Guard:
-    """Of an expression: it is `inside` where `holds` and lows <= v < highs, and zero elsewhere."""
+    """The guard of an expression, which is `inside` where `holds` and lows <= v < highs, and zero elsewhere."""
 
     holds: Expr  # does not depend on v
     lows: tuple[Index, ...]
@@ -24,13 +24,14 @@ class Guard:
     inside: Expr
 
 
-MASK = "mask"  # the name of what was found
+MASK = "mask"  # the name of the local that reads a mask computed before
 
 
 @dataclass(frozen=True)
 class Masks:
-    """Of a factor: `mask` depends on its points and the few variables `vars` of the depth, `which` of whose `count`
-    values is asked for. With what was found in its place (`factor`), the points are walked as `own`."""
+    """The mask of a factor, computed once for all uses. `mask` depends on the factor's points and on the few variables
+    `vars` of the depth; `which` numbers their `count` values. `factor` is the expression that reads the computed mask;
+    its points are walked as `own`."""
 
     mask: Expr
     vars: tuple[Sym, ...]
@@ -42,8 +43,8 @@ class Masks:
 
 
 def masks_of(e: Expr, own: Sequence[Sym], depth: Sequence[Sym]) -> Masks | None:
-    """As of a convolution whose images are as large as its results: all of a plane is one line in memory, in which the
-    borders are zero. None where that would not make lines longer."""
+    """The mask of a factor, if computing it before makes lines longer; else None. An example is a convolution whose
+    images are as large as its results: a whole plane is one line in memory, in which the borders are zero."""
     found = chosen(e)
     if found is None:
         return None
@@ -70,7 +71,7 @@ def guard_of(e: Expr, v: Sym) -> Guard | None:
         return None
     mask, inside = found
     if any(v not in x.attr[1][0].symbols() for x in loads(inside)):
-        return None  # it would be read before the loop, where nobody has asked yet
+        return None  # it would be read before the loop, where the mask has not been tested yet
     holds, lows, highs = const(True, torch.bool), [], []
     for part in conjuncts(mask):
         if v not in part.symbols():
@@ -90,7 +91,7 @@ def guard_of(e: Expr, v: Sym) -> Guard | None:
 
 
 def positive_of(e: Expr) -> Index | None:
-    """An index that is greater than zero just where a comparison of two indices holds."""
+    """An index that is greater than zero exactly where a comparison of two indices holds; None for anything else."""
     if e.op not in ("lt", "le", "gt", "ge") or any(a.op not in ("index", "const") for a in e.args):
         return None
     x, y = (as_index(a.attr) if a.op == "const" else a.attr for a in e.args)

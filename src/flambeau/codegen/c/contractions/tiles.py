@@ -10,8 +10,8 @@ from flambeau.ir.tuning import CPU
 
 @dataclass(frozen=True)
 class Registers:
-    """Of a kind of CPU: `condition` is what its compilers define (nothing: any other), `bytes` of a vector, and how
-    many vectors there are."""
+    """The vector registers of a kind of CPU: `condition` is the macro that its compilers define (empty: any other CPU),
+    `bytes` the size of a vector, `count` the number of vectors."""
 
     condition: str
     bytes: int
@@ -24,7 +24,7 @@ USUAL = Registers("", CPU.vector_bytes, 16)
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows times vectors of sums."""
+    """A tile: rows times vectors of sums."""
 
     high: int
     vectors: int
@@ -36,8 +36,8 @@ class Tile:
 
 
 def best_tile(registers: Registers, itemsize: int, rows: Index, columns: Index) -> Tile:
-    """That which takes least time for all: it multiplies for each sum, and reads its rows and vectors for each step of
-    the depth. What fills the last tile of a row or column up is multiplied as well."""
+    """The tile that takes the least time in total: for each step of the depth, it multiplies for each sum and reads its
+    rows and vectors. The padding of the last tile of a row or column is multiplied as well."""
     lanes = registers.bytes // itemsize
     shapes = [Tile(high, vectors, lanes) for vectors in range(1, CPU.tile_vectors + 1)
               for high in range(1, CPU.tile_highest + 1) if high * vectors + vectors < registers.count]
@@ -52,7 +52,7 @@ def best_tile(registers: Registers, itemsize: int, rows: Index, columns: Index) 
 
 
 def fitted(size: int, step: int, most: int) -> int:
-    """The side of blocks of about equal size, none above `most`, in whole steps."""
+    """The side of blocks of about equal size, in whole steps and not above `most`."""
     size, most = max(size, 1), max(most, step)
     blocks = -(-size // most)
     each = -(-size // blocks)
@@ -61,7 +61,7 @@ def fitted(size: int, step: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """Of one kernel for one kind of registers: its tile, and rows and columns of its blocks."""
+    """The sizes of one kernel for one kind of registers: its tile, and the rows and columns of its blocks."""
 
     registers: Registers
     tile: Tile
@@ -70,13 +70,14 @@ class Cut:
 
 
 def cut(registers: Registers, itemsize: int, rows: Index, columns: Index, panel: int, batch: int, units: int) -> Cut:
-    """`panel`: steps of the depth for which the right factor of a block is there at once."""
+    """Chooses the tile and the blocks of a kernel. `panel`: the steps of the depth for which an array holds the right
+    factor of a block at once."""
     tile = best_tile(registers, itemsize, rows, columns)
     most = min(CPU.block_columns * 4, CPU.panel_bytes // max(panel, 1)) // itemsize
     high = fitted(rows.const if rows.is_const else CPU.block_rows, tile.high, CPU.block_rows)
     wide = fitted(columns.const if columns.is_const else most, tile.wide, most)
     if rows.is_const and columns.is_const:
-        # Smaller blocks where there would be too few for all cores.
+        # Smaller blocks if there would be too few for all cores.
         while batch * -(-rows.const // high) * -(-columns.const // wide) < 4 * units:
             if wide >= max(high, 8 * tile.wide):
                 wide = fitted(wide // 2, tile.wide, most)

@@ -1,4 +1,4 @@
-"""What contraction kernels of all forms share: loops over several variables, factors, and fused operators."""
+"""The common base of all contraction kernels: loops over several variables, factors, and fused operators."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ContractWriter(NestWriter):
         super().__init__(dialect, kernel)
         self.k = kernel
         self.dtype: DType = kernel.left.dtype
-        # What sums are kept in: integers wrap around, which only unsigned ones may.
+        # The type of sums: integers wrap around, which only unsigned types may do.
         self.kind = dialect.types[UNSIGNED.get(self.dtype, self.dtype)]
-        # What follows the sum walks points as its own addresses do: often several variables as one.
+        # The expressions that follow the sum walk points as their own addresses do, often several variables as one.
         places = [Expr("index", torch.int64, (), address) for _, address in kernel.stores]
         exprs: tuple[Expr, ...] = (*(i.exprs[0] for i in kernel.items), *places)
         self.rows, exprs = joined(kernel.rows, *exprs)
@@ -48,7 +48,7 @@ class ContractWriter(NestWriter):
 
     @contextmanager
     def lines(self, vars: Sequence[Sym], lo: str, hi: str) -> Iterator[tuple[str, str, str]]:
-        """The same, but for the loop over the last variable: its first value, its end, and what to add to it."""
+        """The same without the loop over the last variable: gives its first value, its end, and an offset to add."""
         *outer, last = vars
         long, off = self.d.long, self.fresh("off")
         if not outer:
@@ -66,7 +66,7 @@ class ContractWriter(NestWriter):
             self.line(f"{at} += {end} - {first};")
 
     def finish(self, total: str) -> None:
-        """Everything that is computed from one sum, in the scope of its point."""
+        """Writes everything that is computed from one sum, in the scope of its point."""
         sum = self.fresh("sum")
         self.line(f"const {self.d.types[self.dtype]} {sum} = {total};")
         scope = self.scopes[-1]

@@ -1,7 +1,7 @@
 """Turns Metal source into C++ for g++: the kernels unchanged, and a function that binds their arguments.
 
-Three things cannot be said by macros. An array in threadgroup memory is one object for all threads, made where nothing
-lies beside it; the runner is told of an array of a thread, whose elements nobody may read before they are written; and
+Macros cannot do three things. An array in threadgroup memory becomes one object for all threads, allocated with nothing
+next to it; the runner is told of each thread's own arrays, whose elements must not be read before they are written; and
 a kernel's arguments are bound by their attributes.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flambeau.codegen.source import KernelSource, RangeSource
 
-# What an argument's attribute stands for, of the ids of a thread (runner.cpp).
+# The ids of a thread (runner.cpp) that an argument's attribute stands for.
 IDS = {
     "thread_position_in_threadgroup": "lane", "thread_index_in_threadgroup": "lane",
     "threadgroup_position_in_grid": "group", "thread_position_in_grid": "item", "threads_per_threadgroup": "size",
@@ -30,7 +30,7 @@ _NAMED = re.compile(r"(\w+)\s*((?:\[[^\]]*\])+)")
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel of a text: its name, the threads that a group may have (0: it does not say), its arguments."""
+    """A kernel of a text: its name, the largest number of threads in a group (0: not stated), its arguments."""
 
     name: str
     limit: int
@@ -38,8 +38,8 @@ class Function:
     more: int = 0  # pointers that share one buffer, as the fields of a structure
 
     def call(self) -> str:
-        """How it is called by a thread: `a` has the buffers, `i` the ids."""
-        given, later = [], 0  # buffers behind the shared one come later: each pointer has its place in `a`
+        """The call of the kernel by a thread: `a` has the buffers, `i` the ids."""
+        given, later = [], 0  # buffers after the shared one come later: each of its pointers has a place in `a`
         for kind, what, number in self.arguments:
             number += later if what == "buffer" else 0
             if kind.endswith("_more&"):
@@ -72,7 +72,7 @@ def functions_of(text: str) -> list[Function]:
 
 
 def _until(text: str, start: int) -> str:
-    """As far as the parenthesis that closes."""
+    """The text up to the closing parenthesis."""
     depth = 1
     for end in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[end], 0)
@@ -82,7 +82,7 @@ def _until(text: str, start: int) -> str:
 
 
 def with_arrays(text: str) -> str:
-    """Arrays in threadgroup memory are the runner's, and it knows those of threads."""
+    """The text with arrays in threadgroup memory taken from the runner, and with threads' own arrays reported to it."""
     count = 0
 
     def declared(found: re.Match[str]) -> str:
@@ -94,20 +94,20 @@ def with_arrays(text: str) -> str:
         return found["before"] + " ".join(lines)
 
     before = None
-    while before != text:  # one may end where the next begins
+    while before != text:  # one match may end where the next begins
         before, text = text, _SHARED.sub(declared, text)
     return _OWN.sub(r"\1 flm_unset(\2, sizeof(\2));", text)
 
 
 def bound(source: RangeSource) -> KernelSource:
-    """A kernel of the CPU's that runs the Metal one. Behind its sizes come the threads of each launch."""
+    """A CPU kernel that runs the Metal kernel. Its sizes are followed by the threads of each launch."""
     functions = {f.name: f for f in functions_of(source.text)}
     count = len(source.itemsizes)
     lines = [with_arrays(source.text)]
     for part in source.ranges:
         lines.append(f'FLM_PLAIN static void {part.function}_thread(void** a, const flm::Ids* i) '
                      f'{{ {functions[part.function].call()}; }}')
-    plain = source.sizes - 2 * count  # the extents of the buffers come behind them
+    plain = source.sizes - 2 * count  # the extents of the buffers follow them
     buffers = [f"{{p[{k}], n[{plain + 2 * k}] * {size}, n[{plain + 2 * k + 1}] * {size}, {size}, {int(written)}}}"
                for k, (size, written) in enumerate(zip(source.itemsizes, source.written, strict=True))]
     buffers += [f"{{(void*)n, 0, {8 * max(source.sizes, 1)}, 8, 0}}", "{record, 0, sizeof(record), 4, 1}"]

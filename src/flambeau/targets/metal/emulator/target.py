@@ -2,8 +2,8 @@
 
     FLAMBEAU_TARGET=metal-emulator python model.py
 
-The texts are those of the target for Macs. What is wrong with one (threads that part at a barrier, races, accesses out
-of bounds, threadgroup memory that nobody wrote, groups or memory beyond what a Mac has) is an EmulatorError.
+The texts are those of the target for Macs. An error in one (threads that diverge at a barrier, races, accesses out of
+bounds, reads of unwritten threadgroup memory, groups or memory beyond the limits of a Mac) raises an EmulatorError.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 INCLUDE = FOLDER / "include"
-# Little is optimised: a kernel runs once or twice, and a loop that leaves its array is not to be cut short.
-# The instrumentation's own library stays out: runner.cpp is instead.
+# Little is optimised: a kernel runs once or twice, and a loop that leaves its array must not be cut short.
+# runner.cpp replaces the instrumentation's own library.
 FLAGS = ("-std=gnu++14", "-O1", "-fPIC", "-shared", "-nostdlib", "-w", "-fsanitize=thread,bounds", "-fno-exceptions",
          "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fsigned-char",
          "-fno-aggressive-loop-optimizations", "-ftrivial-auto-var-init=pattern",
@@ -44,7 +44,7 @@ FLAGS = ("-std=gnu++14", "-O1", "-fPIC", "-shared", "-nostdlib", "-w", "-fsaniti
 
 
 class EmulatorError(Error):
-    """What a kernel does that a Mac would not do, or not say."""
+    """A kernel does something that a Mac cannot do, or would not report."""
 
 
 class EmulatorTarget(CpuTarget):
@@ -61,7 +61,7 @@ class EmulatorTarget(CpuTarget):
 
         assert not isinstance(kernel, (AttentionKernel, TableKernel)), "a kernel of other machines"
         source = render(kernel, name)
-        # The extents of all buffers come with every launch; the runner looks, and not the text.
+        # The extents of all buffers come with every launch; the runner checks accesses, not the kernel's text.
         return replace(source, bounded=True, sizes=source.sizes + 2 * len(source.itemsizes))
 
     bounded = render  # type: ignore[assignment]
@@ -80,16 +80,16 @@ class EmulatorTarget(CpuTarget):
         return Build(build.waiting, made)
 
     def _prepare_launcher(self, toolchain: Toolchain, disk: DiskCache, jobs: int) -> None:
-        """Kernels are called through ctypes: a fast launcher would not be noticed."""
+        """Does nothing: kernels are called through ctypes, so a fast launcher would make no difference."""
 
     def plan(self, steps: Sequence[Step]) -> Plan:
         return PythonPlan(steps)
 
     def queue(self) -> None:
-        """No run finds what another one left in its memory."""
+        """None, so that no run reuses memory in which another left its data."""
 
     def fresh(self, memory: torch.Tensor) -> None:
-        """Nonsense, so that a result that no thread wrote is noticed: of floats, not a number."""
+        """Fill memory with nonsense (NaN for floats), so that a result that no thread wrote is noticed."""
         torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(0xff)
 
     def allocator(self, device: torch.device) -> Allocator:
@@ -106,7 +106,7 @@ class EmulatorLaunch:
         self._source, self._launch, self._items = source, launch, items_function(source)
 
     def __call__(self, pointers: Sequence[int], sizes: Sequence[int], /) -> int:
-        # A Mac's groups are whole, too: kernels count on the threads of a last one.
+        # A Mac's groups are whole, too: kernels rely on all threads of the last one.
         counts = self._items(1, *sizes)
         threads = [-(-n // part.group) * part.group for n, part in zip(counts, self._source.ranges, strict=True)]
         return raised(self._launch(list(pointers), [*sizes, *threads]), ", ".join(self._source.origins))
@@ -116,21 +116,21 @@ _RUNNER: list[ctypes.CDLL] = []
 
 
 def raised(code: int, what: str) -> int:
-    """The code of a launch, unless the runner has something to say."""
+    """The code of a launch. Raises EmulatorError if the runner reports an error."""
     if code == -1:
         raise EmulatorError(f"the kernel of {what}: {_RUNNER[0].flm_message().decode()}", target=EmulatorTarget.name)
     return code
 
 
 def instrumented(disk: DiskCache) -> Toolchain:
-    """The compiler, as kernels of the emulator need it."""
+    """The compiler, with the flags that the emulator's kernels need."""
     plain = find_toolchain(config.compiler, disk)
     runner(plain, disk)
     return replace(plain, flags=FLAGS, libraries=(), version=f"{plain.version} {contents()}")
 
 
 def runner(toolchain: Toolchain, disk: DiskCache) -> ctypes.CDLL:
-    """The library that kernels of the emulator call; where all of them find it."""
+    """The library that the emulator's kernels call, loaded so that all of them find its symbols."""
     if not _RUNNER:
         def load(path: Path) -> ctypes.CDLL:
             library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -144,6 +144,6 @@ def runner(toolchain: Toolchain, disk: DiskCache) -> ctypes.CDLL:
 
 @cache
 def contents() -> str:
-    """What the headers of the emulator say, for the keys of kernels."""
+    """A hash of the emulator's headers, for the keys of kernels."""
     parts = [path.read_bytes() for path in sorted(INCLUDE.iterdir())]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
