@@ -48,7 +48,7 @@ class Region:
 
 def own_products(gm: fx.GraphModule, target: Target, caps: Capabilities, compiled: Compile, exclude: frozenset[str]
                  ) -> tuple[frozenset[str], list[str]]:
-    """The names of the products that our kernels compute; and a note for each product on who computes it, and why."""
+    """The names of the products that our kernels compute; and a note for each product with the choice and why."""
     own: set[str] = set()
     notes: list[str] = []
     whose = "the library's"
