@@ -36,7 +36,7 @@ def operators(limit: int) -> list[dict[str, Any]]:
 
 
 def losses(name: str, device: str, compiled: bool, **options: Any) -> list[float]:
-    """Of three training steps of a small model."""
+    """The losses of three training steps of a small model."""
     built = SUITE[name].build("tiny", device=device)
     module = without_dropout(built.module)
     run = torch.compile(module, backend="flambeau", options=options or None) if compiled else module
