@@ -73,7 +73,7 @@ def comparisons(d: Draw, x: str, t: Tensor) -> str | None:
 
 @kind(1.5, "round", "exact")
 def quotients(d: Draw, x: str, t: Tensor) -> str | None:
-    # Only whole numbers and exact fractions: a quotient that is nearly whole may be floored either way.
+    # Only whole numbers: a floating-point quotient that is nearly whole may be floored either way.
     if t.dtype in FLOATS:
         return None
     y = d.other(lambda v: v.dtype in WHOLE[:3] and v.shape == t.shape)
