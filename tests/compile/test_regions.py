@@ -557,7 +557,8 @@ BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
 
 
 def random_layers(seed: int) -> Callable[..., Any]:
-    """Some kinds of layers, each a random program over the last values and a weight, in a random order."""
+    """A function with several kinds of layers in random order, each a random program over the last values and a
+    weight."""
     draw = random.Random(seed)
 
     def program() -> list[tuple[int, ...]]:

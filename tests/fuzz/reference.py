@@ -82,7 +82,7 @@ class Reference:
         return _of(self._run, group, k)
 
     def noise(self, group: str, k: int) -> Tensor | None:
-        """How far the value moves, elementwise, if every operator is off by one rounding."""
+        """The elementwise change of the value if every operator is off by one rounding error."""
         if self._noise is None:
             eps = max((torch.finfo(d).eps for d in _float_dtypes(self.program, self.sizes)), default=2e-16)
             self._noise = [self._call(Noise(eps, s)) for s in range(10)]

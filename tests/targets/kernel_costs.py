@@ -432,7 +432,7 @@ class Model:
                     if sum(b.touches(self.around(b)[k:]) for b in found) <= CACHE or k == len(self.loops))
 
     def times(self, a: Access, uncached: Sequence[Sym]) -> float:
-        """How often the data of an access is moved."""
+        """The number of times that the data of an access is moved."""
         times = 1.0
         for k, s in enumerate(uncached[:-1]):
             c = a.at.coefficient(s)
