@@ -110,8 +110,8 @@ def compiled(m: Method, code: TargetCode, numerics: str) -> tuple[Program, list[
             raise UnsupportedError(f"the model is on {device}: packages are made of models on the CPU",
                                    hint='export model.to("cpu"), with arguments there')
         program = schedule(captured.graph, captured.graph.capabilities, bool(config.verify))
-        # A device's runtime copies one piece of memory at a time, so strided results are copied by kernels: the graph
-        # is compiled again with those copies in it.
+        # On a device a copy step makes one memory copy per contiguous piece. So results that are not written directly
+        # are copied by kernels: the graph is compiled again with clones of them.
         again = copied_results(graph, program) if code.is_device else None
         if again is None:
             texts = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]

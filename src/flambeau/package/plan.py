@@ -53,7 +53,7 @@ class Role:
 
 
 def fault_texts() -> list[str]:
-    """The messages of faults by kind. The first character tells the runtime how to show the offending index."""
+    """The messages of faults by kind. The first character tells the runtime how to decode the index to show."""
     out = [""] * (max(MESSAGES) + 1)
     for fault, (_, text) in MESSAGES.items():
         out[fault] = ("-" if fault in WRAPPED else "~" if fault is Fault.VALUES else " ") + text
