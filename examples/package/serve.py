@@ -1,82 +1,96 @@
-"""A server on a package, with batches made of requests that come together, and weights that change under load.
+"""A web server for a package: requests that arrive together run as one batch, and weights can change under load.
 
+    pip install starlette uvicorn
     python serve.py model.flam --port 8000
     curl --data-binary @x.npy localhost:8000/forward -o y.npy             # rows of one input, rows of one result
     curl --data-binary @weights.safetensors localhost:8000/weights
 
-Needs NumPy and flambeau; neither torch nor a compiler.
+The machine that serves needs neither torch nor a compiler.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
-import queue
 import tempfile
-import threading
-from concurrent.futures import Future
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 import flambeau
 from flambeau.package.module import Module
 
 
 class Batches:
-    """One thread runs what has come in since it looked last, as one call."""
+    """Runs all requests that are waiting as one call, of at most `most` rows unless one request has more."""
 
     def __init__(self, module: Module, most: int) -> None:
         self.module, self.most = module, most
-        self.waiting: queue.Queue[tuple[np.ndarray, Future[np.ndarray]]] = queue.Queue()
-        threading.Thread(target=self.work, daemon=True).start()
+        self.waiting: asyncio.Queue[tuple[np.ndarray, asyncio.Future[np.ndarray]]] = asyncio.Queue()
 
-    def __call__(self, rows: np.ndarray) -> np.ndarray:
-        answer: Future[np.ndarray] = Future()
-        self.waiting.put((rows, answer))
-        return answer.result()
+    async def __call__(self, rows: np.ndarray) -> np.ndarray:
+        result = asyncio.get_running_loop().create_future()
+        self.waiting.put_nowait((rows, result))
+        return await result
 
-    def work(self) -> None:
+    async def work(self) -> None:
         while True:
-            batch = [self.waiting.get()]
-            while sum(len(x) for x, _ in batch) < self.most and not self.waiting.empty():
-                batch.append(self.waiting.get())
-            try:
-                made = self.module.forward(np.concatenate([x for x, _ in batch]))
-                for (_, answer), part in zip(batch, np.split(made, np.cumsum([len(x) for x, _ in batch])[:-1])):
-                    answer.set_result(part)
-            except Exception as error:  # each of them is told
-                for _, answer in batch:
-                    answer.set_exception(error)
+            batch = [await self.waiting.get()]
+            while sum(len(rows) for rows, _ in batch) < self.most and not self.waiting.empty():
+                batch.append(self.waiting.get_nowait())
+            # Requests whose rows differ in shape or dtype cannot run together, and one that fails must fail alone.
+            kinds = {(rows.shape[1:], rows.dtype) for rows, _ in batch}
+            for part in ([batch] if len(kinds) == 1 else [[one] for one in batch]):
+                await asyncio.to_thread(self.run, part, asyncio.get_running_loop())
+
+    def run(self, batch: list[tuple[np.ndarray, asyncio.Future[np.ndarray]]], loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            made = self.module.forward(np.concatenate([rows for rows, _ in batch]))
+            parts = np.split(made, np.cumsum([len(rows) for rows, _ in batch])[:-1])
+            for (_, result), rows in zip(batch, parts):
+                loop.call_soon_threadsafe(result.set_result, rows)
+        except Exception as error:
+            for _, result in batch:
+                loop.call_soon_threadsafe(result.set_exception, error)
 
 
-def server(path: str, port: int, most: int = 64) -> ThreadingHTTPServer:
+def application(path: str, most: int = 64) -> Starlette:
     module = flambeau.load(path)
     batches = Batches(module, most)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            out = io.BytesIO()
+    async def forward(request: Request) -> Response:
+        out = io.BytesIO()
+        try:
+            np.save(out, await batches(np.atleast_1d(np.load(io.BytesIO(await request.body())))))
+        except (flambeau.Error, ValueError) as error:
+            return PlainTextResponse(str(error), 400)
+        return Response(out.getvalue())
+
+    async def weights(request: Request) -> Response:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(await request.body())
+            file.flush()
             try:
-                if self.path == "/weights":
-                    with tempfile.NamedTemporaryFile() as file:
-                        file.write(body)
-                        file.flush()
-                        module.update_weights(file.name)
-                else:
-                    np.save(out, batches(np.load(io.BytesIO(body))))
-                self.send_response(200)
+                await asyncio.to_thread(module.update_weights, file.name)
             except (flambeau.Error, ValueError) as error:
-                out.write(str(error).encode())
-                self.send_response(400)
-            self.end_headers()
-            self.wfile.write(out.getvalue())
+                return PlainTextResponse(str(error), 400)
+        return Response()
 
-        def log_message(self, *_: object) -> None:
-            pass
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        worker = asyncio.create_task(batches.work())
+        yield
+        worker.cancel()
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    routes = [Route("/forward", forward, methods=["POST"]), Route("/weights", weights, methods=["POST"])]
+    return Starlette(routes=routes, lifespan=lifespan)
 
 
 if __name__ == "__main__":
@@ -84,4 +98,4 @@ if __name__ == "__main__":
     parser.add_argument("package")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
-    server(given.package, given.port).serve_forever()
+    uvicorn.run(application(given.package), port=given.port)

@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import uvicorn
 from torch import nn
 from torch.export import Dim
 
@@ -204,11 +206,14 @@ def test_server_with_batches_and_new_weights(path: Path, model: Small, tmp_path:
     assert spec is not None and spec.loader is not None
     serve = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(serve)
-    server = serve.server(str(path), 0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = uvicorn.Server(uvicorn.Config(serve.application(str(path)), log_level="warning"))
+    listener = socket.create_server(("127.0.0.1", 0))
+    serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    serving.start()
 
     def post(where: str, body: bytes) -> bytes:
-        return urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{where}", body).read()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/{where}"
+        return urllib.request.urlopen(address, body, timeout=60).read()
 
     def forward(x: np.ndarray) -> np.ndarray:
         body = io.BytesIO()
@@ -217,11 +222,13 @@ def test_server_with_batches_and_new_weights(path: Path, model: Small, tmp_path:
 
     with ThreadPoolExecutor(8) as pool:
         given = [np.full((2, 8), k, np.float32) for k in range(16)]
+        wrong = pool.submit(forward, np.zeros((2, 9), np.float32))  # among others that are right
         found = list(pool.map(forward, given))
     for x, y in zip(given, found):
         np.testing.assert_allclose(y, model(torch.from_numpy(x)).detach().numpy(), rtol=1e-5, atol=1e-6)
-    with pytest.raises(urllib.error.HTTPError, match="400"):
-        forward(np.zeros((2, 9), np.float32))
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        wrong.result()
+    assert b"expected float32" in refused.value.read()
     # Weights change during calls: each result is that of the old or of the new weights.
     once = next(bytes(s.data) for s in container.read(path) if s.kind == container.WEIGHTS)
     header = 8 + int.from_bytes(once[:8], "little")
@@ -245,7 +252,9 @@ def test_server_with_batches_and_new_weights(path: Path, model: Small, tmp_path:
     which = [[np.array_equal(z, y), np.array_equal(z, 2 * y)] for z in found]
     assert all(map(any, which)) and all(map(any, zip(*which)))
     assert np.array_equal(forward(x), y)
-    server.shutdown()
+    server.should_exit = True
+    serving.join(60)
+    assert not serving.is_alive()
 
 
 @pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
