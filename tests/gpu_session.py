@@ -1,4 +1,4 @@
-"""What only an NVIDIA GPU can show, in one run of a given length: results of streams and packages, then times.
+"""Tests and measurements that need an NVIDIA GPU, in one run of a given length: streams and packages, then times.
 
     make test-gpu                                               # half an hour; writes build/gpu/
     python tests/gpu_session.py --out build/gpu --seconds 1400 --only cliffs,streams --before build/before

@@ -1,4 +1,4 @@
-"""What an installation has to do, in an environment that holds nothing else: `make test-install` runs it.
+"""Tests an installation in an environment that contains nothing else: `make test-install` runs it.
 
     python tests/installed.py build/dist/flambeau-0.1.0-py3-none-any.whl build/install
 """

@@ -1,4 +1,4 @@
-"""What only a Mac can show: the operator database and small models on `mps`, ours beside the CPU.
+"""Tests that need a Mac: the operator database and small models on `mps`, compared with the CPU.
 
     make test-metal          # writes results/metal.json, which can be sent back
 """

@@ -69,7 +69,7 @@ class Numbers:
         self.makers = {name: str(x.target) for x in p.steps if isinstance(x, Call) for name in x.names}
         self.positions = positions  # of the inputs, by the names of their buffers
         self.known: dict[str, int] = {}
-        self.sizes: dict[str, int] = {}  # of the kernel whose texts are read
+        self.sizes: dict[str, int] = {}  # n0, n1, ... of the kernel whose expressions are being parsed
 
     def add(self, op: str, a: int = 0, b: int = 0) -> int:
         return self.words.setdefault((OPS[op], a, b), len(self.words))
