@@ -1,4 +1,4 @@
-"""`agree`: a function through the pipeline gives what eager gives, gradients included, on our own kernels."""
+"""`agree`: checks that a function compiled with our own kernels has eager's results and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flambeau.pipeline import compile_graph
 
 def through(fn: Callable[..., Any], externs: tuple[str, ...] = (), dynamic: bool = False
             ) -> Callable[..., Any]:
-    """fn compiled; an operator that is left to ATen, other than those named, is an error."""
+    """Compiles fn and fails if an operator other than those in `externs` is left to ATen."""
 
     def compiler(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         run = compile_graph(gm)
@@ -29,7 +29,7 @@ def through(fn: Callable[..., Any], externs: tuple[str, ...] = (), dynamic: bool
 
 def agree(fn: Callable[..., Any], *args: torch.Tensor, externs: tuple[str, ...] = (), dynamic: bool = False
           ) -> None:
-    """Outputs, and gradients of those args that require them, as in eager at torch's own tolerances."""
+    """Compares the outputs, and the gradients of args that require them, with eager at torch's own tolerances."""
     ours, eager = _evaluate(through(fn, externs, dynamic), args), _evaluate(fn, args)
     torch.testing.assert_close(ours, eager, equal_nan=True)
 

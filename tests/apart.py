@@ -1,4 +1,4 @@
-"""Test files that run in a process of their own: a process gives PyTorch's open device type a name once."""
+"""Runs test files in separate processes, because a process can name PyTorch's open device type only once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_apart(cases: Path, *options: str, **environment: str) -> None:
-    # Not a worker of pytest-xdist, even if this process is one.
+    # The new process must not be a worker of pytest-xdist, even if this one is.
     plain = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist",
                f"--rootdir={ROOT}", *options, str(cases)]

@@ -1,4 +1,4 @@
-"""What all tests share: the verifier is on, and kernels go to a cache of this session only."""
+"""Configures all tests: the verifier is on, and kernels go to a cache that only this session uses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from drawn import commit
 # At import and in the environment: settings are read at their first use, and the workers of pytest-xdist
 # inherit both from the process that starts them.
 os.environ.setdefault("FLAMBEAU_VERIFY", "passes")
-# Triton interprets kernels for GPUs here; it decides so when it is imported, which torch.compile does early.
+# Triton interprets GPU kernels here. It reads the variable when it is imported, which torch.compile does early.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# What is tested without the device is tested without its name; test_autoload.py has processes of its own.
+# Tests that do not use the device run without its name registered; test_autoload.py starts its own processes.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 os.environ.setdefault("FLAMBEAU_REGION_COUNT", "4")  # so that small models have regions
 _own_cache = None
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 
-        # The workers already fill the cores; more threads in each of them only wait for one another.
+        # The workers already use all cores; more threads per worker would only wait for each other.
         torch.set_num_threads(1)
 
 
@@ -37,14 +37,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(_own_cache, ignore_errors=True)
 
 
-# Of the slow tests, `make test` runs one in SAMPLE, drawn by the commit: others with every change, the same for
-# everybody who has it. `make test-all` sets FLAMBEAU_SAMPLE=1.
+# `make test` runs one in SAMPLE of the slow tests, drawn by the commit: each commit has another sample, which is the
+# same on every machine. `make test-all` sets FLAMBEAU_SAMPLE=1.
 SAMPLE = int(os.environ.get("FLAMBEAU_SAMPLE", "16"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if len(config.args) == 1 and "::" in config.args[0]:
-        return  # somebody asked for just this test
+        return  # a single test was selected on the command line
     drawn = commit()
     kept = [i for i in items if "slow" not in i.keywords or zlib.crc32(f"{drawn} {i.nodeid}".encode()) % SAMPLE == 0]
     if len(kept) < len(items):

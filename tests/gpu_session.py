@@ -1,12 +1,12 @@
-"""What only an NVIDIA GPU can show, in one run of a given length: results of streams and packages, then times.
+"""Tests and measurements that need an NVIDIA GPU, in one run of a given length: streams and packages, then times.
 
     make test-gpu                                               # half an hour; writes build/gpu/
     python tests/gpu_session.py --out build/gpu --seconds 1400 --only cliffs,streams --before build/before
 
-Jobs of one phase run at the same time: those of the first judge results alone; in the others one job measures while
-the rest, if any, compile (`--beside`). Every job writes a results file as it goes. Their archive,
-OUT/results.tar.gz, is made anew every half minute, so that a run that is cut off loses nothing; each job's output
-is in it. `--before` is a tree of another commit, for `two_commits.py`.
+The jobs of a phase run at the same time. Those of the first phase only check results; in the others one job measures
+while the rest, if any, compile (`--beside`). Every job writes a results file as it goes. The archive of these files
+and of the jobs' output, OUT/results.tar.gz, is rewritten every half minute, so that an interrupted run loses nothing.
+`--before` is a tree of another commit, for `two_commits.py`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import NamedTuple
 PROJECT = Path(__file__).parents[1]
 SHARDS = 3
 ARCHIVE_SECONDS = 30.0
-END_SECONDS = 20.0  # that a job gets beyond its limit, to write what it has
+END_SECONDS = 20.0  # extra time for a job after its limit, to write its results
 
 
 class Job(NamedTuple):
     name: str
-    words: str  # of the command, with {limit} seconds, a {seed}, the folder {beside} and the tree {before}
+    words: str  # the command's arguments; {limit}: seconds, {seed}, {beside}: a folder, {before}: a tree
 
 
 class Phase(NamedTuple):
@@ -61,7 +61,7 @@ PHASES = (
 
 
 def interpreter(tools: Path) -> dict[str, str]:
-    """An environment in which the sources are found, with the names that torch looks up, installed or not."""
+    """An environment that finds the sources and the entry points that torch looks up, also without installation."""
     env = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join(
         [str(PROJECT / "src"), str(PROJECT / "tests"), str(tools), os.environ.get("PYTHONPATH", "")]))
     if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="flambeau"):
@@ -76,7 +76,7 @@ def interpreter(tools: Path) -> dict[str, str]:
 
 
 def planned(only: str, before: Path | None, seconds: float) -> Iterator[tuple[float, list[Job]]]:
-    """The phases that were asked for, longer or shorter so that all end in time."""
+    """The selected phases, with their lengths scaled so that all end in time."""
     phases = [(phase.seconds, jobs) for phase in PHASES if (jobs := [
         job for job in phase.jobs if any(part in job.name for part in only.split(",")) and
         (before or "{before}" not in job.words)])]
@@ -110,7 +110,7 @@ def run(jobs: list[Job], seconds: float, places: dict[str, str], found: Path, ou
     for name, process in running.items():
         ended = process.poll()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)  # its own processes too
+            os.killpg(process.pid, 9)  # the job's child processes too
         process.wait()
         tail = (found / f"{name}.txt").read_text(errors="replace").splitlines()[-3:]
         print(f"{name}: {'out of time' if ended is None else f'exit {ended}'}: {' | '.join(tail)[-300:]}", flush=True)

@@ -1,4 +1,4 @@
-"""What an installation has to do, in an environment that holds nothing else: `make test-install` runs it.
+"""Tests an installation in an environment that contains nothing else: `make test-install` runs it.
 
     python tests/installed.py build/dist/flambeau-0.1.0-py3-none-any.whl build/install
 """
@@ -30,8 +30,8 @@ def main(archive: str, where: str) -> None:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, archive], check=True)  # what it needs
-    subprocess.run([*install, "--force-reinstall", "--no-deps", archive], check=True)  # and this one, not an earlier
+    subprocess.run([*install, archive], check=True)  # with its dependencies
+    subprocess.run([*install, "--force-reinstall", "--no-deps", archive], check=True)  # this build, not an earlier one
     for command in ([folder / "bin" / "flambeau", "--version"], [folder / "bin" / "flambeau", "doctor"],
                     [python, "-c", SMOKE]):
         subprocess.run(command, cwd=folder, check=True)

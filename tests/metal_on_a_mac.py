@@ -1,4 +1,4 @@
-"""What only a Mac can show: the operator database and small models on `mps`, ours beside the CPU.
+"""Tests that need a Mac: the operator database and small models on `mps`, compared with the CPU.
 
     make test-metal          # writes results/metal.json, which can be sent back
 """
@@ -36,7 +36,7 @@ def operators(limit: int) -> list[dict[str, Any]]:
 
 
 def losses(name: str, device: str, compiled: bool, **options: Any) -> list[float]:
-    """Of three training steps of a small model."""
+    """The losses of three training steps of a small model."""
     built = SUITE[name].build("tiny", device=device)
     module = without_dropout(built.module)
     run = torch.compile(module, backend="flambeau", options=options or None) if compiled else module

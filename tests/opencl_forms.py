@@ -1,4 +1,4 @@
-"""Both shapes of OpenCL kernels as targets: those for CPUs, and those for GPUs on whatever device there is."""
+"""Both forms of OpenCL kernels as targets: that for CPUs, and that for GPUs, which runs on any available device."""
 
 from __future__ import annotations
 

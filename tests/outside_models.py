@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 STEPS, SEED, SEQUENCE, VOCABULARY, IMAGE = 10, 7, 12, 96, 32
-# What a configuration may call its sizes; each takes those that it knows.
+# The names that configurations use for their sizes; each configuration gets those that it knows.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "n_layers",
@@ -71,7 +71,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Row:
-    """Distances are those of the losses of all steps, relative, from the CPU's in float64."""
+    """The result for one model. Distances are relative differences of all steps' losses from the CPU's in float64."""
 
     name: str
     ok: bool = False
@@ -81,9 +81,9 @@ class Row:
     autocast_off: float = 0.0
     autocast_cpu_off: float = 0.0
     checkpoint_off: float = 0.0
-    tied: bool = False  # what is one parameter on the CPU is one on the device
-    moved: bool = False  # the losses change: the optimizer has the parameters of the model
-    tokens: bool | None = None  # those of the CPU; None: it does not generate
+    tied: bool = False  # parameters that are tied on the CPU are tied on the device
+    moved: bool = False  # the losses change, so the optimizer has the model's parameters
+    tokens: bool | None = None  # equal to the CPU's; None: the model does not generate
     fallbacks: list[str] = field(default_factory=list)
     seconds: float = 0.0
     error: str = ""
@@ -101,7 +101,7 @@ def configured(family: str) -> Any:
 
 
 def built(name: str) -> Any:
-    """A model in training mode without dropout: with it, devices draw other numbers."""
+    """A model in training mode without dropout, whose random numbers differ between devices."""
     import transformers
 
     ending = ("ForCausalLM" if name in CAUSAL else "ForMaskedLM" if name in MASKED
@@ -141,10 +141,10 @@ def autocasting(device: str, wanted: bool) -> Iterator[None]:
 
 def trained(name: str, device: str, dtype: torch.dtype = torch.float32, autocast: bool = False
             ) -> tuple[list[float], Any, Any]:
-    """Losses of all steps; the model, which its optimizer knew before it moved."""
+    """Trains a model that is moved after its optimizer was made. Returns all losses, the model and the optimizer."""
     model = copy.deepcopy(built(name)).to(dtype)
     if dtype == torch.float64 and hasattr(model.config, "num_local_experts"):
-        model.set_experts_implementation("eager")  # grouped products know no float64
+        model.set_experts_implementation("eager")  # grouped products do not support float64
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     model.to(device)
     losses = []
@@ -190,7 +190,7 @@ def checked(name: str) -> Row:
         if name in CAUSAL or name in SEQUENCES:
             row.tokens = torch.equal(*(written(m, given["input_ids"]) for m in (model, back)))
     row.fallbacks = sorted(map(str, flambeau.fallbacks()))
-    # A device may round otherwise than the CPU: what counts is that it is as near to float64 as the CPU is.
+    # The device may round differently from the CPU, but must be as near to float64 as the CPU is.
     row.ok = (row.off <= max(4 * row.cpu_off, 1e-5) and row.autocast_off <= max(3 * row.autocast_cpu_off, 2e-2)
               and row.checkpoint_off < 1e-4 and row.tied and row.moved and row.tokens is not False)
     row.seconds = time.perf_counter() - started
@@ -198,13 +198,13 @@ def checked(name: str) -> Row:
 
 
 def written(model: Any, words: torch.Tensor) -> torch.Tensor:
-    """What the model writes after these words, the likeliest word each time."""
+    """The tokens that the model generates after these, by greedy decoding."""
     model.eval()
     return model.generate(words.to(model.device), max_new_tokens=8, do_sample=False).cpu()
 
 
 def apart(name: str, limit: float) -> Row:
-    """In a process of its own: whatever becomes of it, the others go on."""
+    """Runs a model in its own process, so that a crash does not affect the others."""
     try:
         ran = subprocess.run([sys.executable, __file__, "--one", name], capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""How long a process is waited for: by what it has had of the processors, since others may have had them."""
+"""Waits for a process by the CPU time that it has used rather than by the clock, as other processes share the cores."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-IDLE = 0.01  # of a processor: who has had less, over a limit, waits for what does not come
+IDLE = 0.01  # share of a core: a process that used less during a whole limit is blocked for good
 
 
 def spent(pid: int) -> float:
-    """Seconds of processors, with those of what it has started, as of compilers."""
+    """The CPU seconds that a process and its child processes, such as compilers, have used."""
     found = Path(f"/proc/{pid}")
     try:
         fields = (found / "stat").read_text().rpartition(")")[2].split()
         started = [int(child) for task in found.glob("task/*/children") for child in task.read_text().split()]
-    except OSError:  # it has ended, or there are no such files: then the clock alone counts
+    except OSError:  # the process has ended, or there is no /proc: then only the clock counts
         return 0.0
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(spent, started))
 
 
 def answers(pid: int, within: Callable[[float], bool], limit: float, stop: float = float("inf")) -> bool:
-    """Whether an answer came, for which `within` waits some seconds, before the process had worked, or waited, for
-    `limit` seconds, and before the time `stop`."""
+    """Whether an answer came before the process had used `limit` CPU seconds or was idle for that long, and before the
+    time `stop`. `within` waits for an answer for a number of seconds."""
     before = spent(pid)
     while (left := stop - time.monotonic()) > 0:
         if within(min(limit, left)):

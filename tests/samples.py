@@ -1,4 +1,4 @@
-"""`samples_agree`: PyTorch's own samples of an operator give on our kernels what they give in eager."""
+"""`samples_agree`: checks that our kernels have eager's results on PyTorch's own samples of an operator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from flambeau.testing.opinfo import OPS, Report, check_opinfo
 
 
 def samples_agree(name: str, dtype: torch.dtype = torch.float32, limit: int | None = 4) -> None:
-    """The first `limit` samples, or all; none where eager does not take the dtype. Nothing is left to ATen."""
+    """Checks the first `limit` samples (None: all), and that nothing is left to ATen. Does nothing if eager does not
+    support the dtype."""
     if dtype not in OPS[name].supported_dtypes("cpu"):
         return
     report = check_opinfo(name, dtype, limit=limit)
@@ -17,7 +18,8 @@ def samples_agree(name: str, dtype: torch.dtype = torch.float32, limit: int | No
 
 
 def agrees(report: Report) -> None:
-    """Every sample that was run agrees. If none was, that is a skip with its reasons: eager or its tracing refuses."""
+    """Checks that every sample that was run agrees. If none was, because eager or its tracing refuses them, skips the
+    test with the reasons."""
     assert report.ok, "\n".join(report.failures)
     if not report.samples:
         assert report.skipped, f"{report.op} has no samples of {report.dtype}"

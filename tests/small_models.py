@@ -1,4 +1,4 @@
-"""Small functions whose outputs and gradients a target has to get right, through `torch.compile`."""
+"""Small functions for tests of targets, which check their outputs and gradients through `torch.compile`."""
 
 from __future__ import annotations
 

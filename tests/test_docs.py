@@ -41,7 +41,7 @@ def test_examples(page: Path, tmp_path: Path) -> None:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The lines of blocks that are not Python and begin with `flambeau` or `make`, without variables and comments."""
+    """The lines that begin with `flambeau` or `make` in blocks that are not Python, without variables and comments."""
     found = []
     for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         for line in block.splitlines() if kind in ("", "console") else ():
@@ -67,7 +67,7 @@ def test_commands(page: Path) -> None:
         module = importlib.import_module(f"flambeau.cli.{name}")
         module.add_arguments(parser)
         for action in parser._actions:
-            action.type = None  # files need not be there
+            action.type = None  # the files need not exist
         parser.parse_args(module.split(rest)[0] if hasattr(module, "split") else rest)
 
 
@@ -84,7 +84,7 @@ def test_the_tables_of_the_readme_name_what_there_is() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub and MkDocs name them."""
+    """The anchors of a page's headings, as GitHub and MkDocs name them."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
 
@@ -110,7 +110,7 @@ def test_the_page_of_the_architecture_has_the_tree() -> None:
     for name in set(re.findall(r"`((?:\w+/)+\w+\.(?:py|cpp|h))`", page)):
         assert any((base / name).exists() for base in (source, source.parent, README.parent)), name
     crowded = {str(room): n for room in rooms if (n := len(list((source / room).glob("*.py")))) > 16}
-    assert set(crowded) <= {"bench", "ops", "torch_compat"}, crowded  # by family, benchmark, part of torch
+    assert set(crowded) <= {"bench", "ops", "torch_compat"}, crowded  # one file per family, benchmark or part of torch
 
 
 def test_tests_that_the_page_of_the_device_names() -> None:

@@ -1,5 +1,5 @@
-"""The programs of examples/ run as they stand, at their small size; a target plug-in and a server have tests beside
-their doors (test_new_target.py, package/test_module.py)."""
+"""The programs of examples/ run unchanged, at their small size. The target plug-in and the server are tested elsewhere
+(test_new_target.py, package/test_module.py)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_two_processes_on_the_device() -> None:
 
 
 def shown(cell: str, names: dict[str, Any]) -> Any:
-    """What a cell of a notebook leaves: the value of its last line, if that is an expression."""
+    """The output of a notebook cell: the value of its last line, if that is an expression."""
     tree = ast.parse(cell)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "cell", "exec"), names)

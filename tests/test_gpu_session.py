@@ -1,4 +1,4 @@
-"""The run on a GPU keeps what its jobs wrote, also of those that do not end."""
+"""The run on a GPU keeps the results of its jobs, also of jobs that do not end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's own operator database as the judge: every entry, forward and gradient, and through torch.compile."""
+"""Every entry of PyTorch's operator database, forward and gradient, and through torch.compile."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from samples import agrees
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 
-# Where eager itself is wrong, so that it cannot be the judge; the special functions have tests of their own
-# against scipy (tests/codegen/test_special.py).
+# Entries for which eager itself is wrong, so that it cannot be the reference. The special functions are tested against
+# scipy (tests/codegen/test_special.py).
 EAGER_IS_OFF = {
     ("special_bessel_j0", torch.float64): "eager is off by 7e-7 in double",
     ("special_bessel_j1", torch.float64): "eager is off by 1e-7 in double",
@@ -25,7 +25,7 @@ EAGER_IS_OFF = {
 
 
 def taken(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype]]:
-    """All entries in those dtypes that eager takes, and is right in."""
+    """All entries, in the dtypes that eager supports and computes correctly."""
     return ((name, dtype) for name, op in OPS.items() for dtype in dtypes
             if dtype in op.supported_dtypes("cpu") and (name, dtype) not in EAGER_IS_OFF)
 
@@ -42,7 +42,7 @@ def test_samples_agree_with_eager(name: str, dtype: torch.dtype) -> None:
 
 
 def run(op, sample, backend: str | None):
-    """Outputs of one sample, eager (None) or compiled."""
+    """The outputs of one sample, in eager (None) or compiled."""
     flat, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     flat = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in flat]
 
@@ -69,7 +69,7 @@ def test_compiles_what_aot_eager_compiles(name: str) -> None:
                 warnings.simplefilter("ignore")
                 expected = run(op, sample, "aot_eager")
         except Exception:
-            continue  # it does not pass there
+            continue  # torch's own aot_eager fails on this sample
         torch._dynamo.reset()
         got = run(op, sample, "flambeau")
         for k, (a, b) in enumerate(zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True)):

@@ -1,4 +1,4 @@
-"""PyTorch's operator database through the kernels that are written for GPUs, in Triton's interpreter."""
+"""PyTorch's operator database through the Triton kernels for GPUs, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from samples import agrees
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-# Of every kind of node some, which `make test` draws from; `make test-all` runs the whole database.
+# Some entries for every kind of node, from which `make test` draws; `make test-all` runs the whole database.
 KINDS = {
     "map": ("add", "div_floor_rounding", "nn_functional_gelu", "where", "remainder", "tril",
             "nn_functional_pad_reflect"),

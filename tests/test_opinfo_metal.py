@@ -1,4 +1,4 @@
-"""PyTorch's operator database through Metal kernels in the emulator; every text is looked through by the checker."""
+"""PyTorch's operator database through Metal kernels in the emulator; the checker inspects every source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_opinfo_blocks import CURATED
 pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
-# What Apple GPUs lack in PyTorch, or have one by one: each with its gradient, in the fast tier.
+# Operators that PyTorch lacks on Apple GPUs, or runs one by one: each with its gradient, in the fast tier.
 NAMED = (
     "nn_functional_hardsigmoid", "nn_functional_hardswish", "nn_functional_leaky_relu", "nn_functional_softshrink",
     "abs", "expm1", "cumsum", "cumprod", "cummin", "cummax", "logcumsumexp", "nn_functional_max_pool1d",
@@ -27,7 +27,8 @@ NAMED = (
 
 
 def cases() -> list:
-    """The named ones and some of every kind of node, for `make test` to draw from; the rest in `make test-all`."""
+    """The operators named above and some of every kind of node, from which `make test` draws; `make test-all` runs the
+    rest."""
     out = []
     for name, dtype in taken(DTYPES):
         drawn = name in NAMED or (name in CURATED and dtype is torch.float32)

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
 
 def cases() -> list:
-    """Examples of every kind of node in both shapes, for `make test` to draw from; the rest in `make test-all`."""
+    """Examples of every kind of node in both forms, from which `make test` draws; `make test-all` runs the rest."""
     out = []
     for name, dtype in taken(DTYPES):
         for on in FORMS:

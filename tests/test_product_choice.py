@@ -1,4 +1,4 @@
-"""Whose kernel computes a product: regions, refusals, the clock's verdict, and who finds it again."""
+"""The choice between a library and our kernel for a product: regions, refusals, timing, and the stored choice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def graph(fn: Callable[..., Any], *args: torch.Tensor) -> torch.fx.GraphModule:
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, ours: float) -> list[float]:
-    """Whoever has a kernel of ours for a product takes so many seconds, and the library one."""
+    """Replaces the clock: runs with a kernel of ours for a product take the given seconds, and the library one."""
     asked: list[float] = []
 
     def seconds(self: Any, run: Any) -> float:
@@ -74,7 +74,7 @@ def test_the_faster_one_is_taken_and_ties_are_the_librarys(ours: float, called: 
     first = compiled(linear, *args)
     assert calls(first) == called and asked
     assert ("addmm is ours" in first.captured.choices[0]) == (not called)
-    asked.clear()  # a later process finds it
+    asked.clear()  # as in a later process, which finds the choice
     assert calls(compiled(linear, *args)) == called and not asked
 
 
@@ -84,7 +84,7 @@ def test_who_asks_for_one_kind_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for wanted, called in (("library", 1), ("own", 0)):
         with config.override(contractions=wanted):
             assert calls(compiled(linear, *args)) == called
-    assert calls(compile_graph(graph(linear, *args), Options("eager")).compiled) == 2  # its bits, those of tanh too
+    assert calls(compile_graph(graph(linear, *args), Options("eager")).compiled) == 2  # eager's bits, also for tanh
     assert not asked
 
 

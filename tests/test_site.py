@@ -1,4 +1,4 @@
-"""The site and the reports as their readers meet them: a strict build, and pages in headless Chromium."""
+"""The site and the reports as readers see them: a strict build, and the pages in headless Chromium."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def browser() -> Iterator[Any]:
 
 
 def look(browser: Any, file: Path, width: int, scheme: str, most_ms: float) -> list[str]:
-    """What is wrong with a page."""
+    """The problems of a page."""
     from axe_playwright_python.sync_playwright import Axe
 
     wrong: list[str] = []
@@ -82,7 +82,7 @@ def look(browser: Any, file: Path, width: int, scheme: str, most_ms: float) -> l
     if beyond > 0:
         wrong.append(f"is {beyond} pixels too wide")
     own = list(wrong)
-    for v in Axe().run(page).response["violations"]:  # it reads style sheets, which a page from disk may not
+    for v in Axe().run(page).response["violations"]:  # axe reads style sheets, which a page from disk may not
         if v["impact"] in ("serious", "critical"):
             own.append(f"{v['impact']}: {v['id']}: {v['nodes'][0]['html'][:160]} ({len(v['nodes'])})")
     context.close()
@@ -94,7 +94,7 @@ def look(browser: Any, file: Path, width: int, scheme: str, most_ms: float) -> l
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_pages(width: int, scheme: str, site: Path, browser: Any) -> None:
     found = {}
-    for file in sorted(set(site.rglob("*.html")) - {site / "404.html"}):  # which a server shows, wherever it is
+    for file in sorted(set(site.rglob("*.html")) - {site / "404.html"}):  # a server shows 404.html under any path
         if wrong := look(browser, file, width, scheme, LOAD_MS):
             found[str(file.relative_to(site))] = wrong
     assert not found, "\n".join(f"{page}: {w}" for page, wrong in found.items() for w in wrong)

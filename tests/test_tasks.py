@@ -20,26 +20,26 @@ PAGE = (ROOT / "docs" / "tasks.md").read_text()
 TASKS = {title: text for title, _, text in (part.partition("\n") for part in PAGE.split("\n## ")[1:])}
 STATUS = {"flambeau compare block.py:net": 3}  # values differ
 MOST = 5
-EXTRAS = ("setuptools", "expecttest")  # what builds packages; what the page asks for
+EXTRAS = ("setuptools", "expecttest")  # to build packages; required by the page
 pytestmark = pytest.mark.slow
 
 
 def transcript(task: str) -> list[tuple[str, str]]:
-    """Commands, and what each prints."""
+    """The commands of a transcript, each with its expected output."""
     lines = "".join(re.findall(r"```console\n(.*?)```", TASKS[task], re.DOTALL))
     parts = (part.partition("\n") for part in re.split(r"^\$ ", lines, flags=re.MULTILINE)[1:])
     return [(command, said) for command, _, said in parts]
 
 
 def prints(said: str) -> str:
-    """As a pattern: a line of three dots is any lines, three dots within a line are any part of it."""
+    """Expected output as a pattern: a line of three dots matches any lines, three dots inside a line any part of it."""
     lines = ["(?:.*\n)*" if line == "..." else ".*".join(map(re.escape, line.split("..."))) + " *\n"
              for line in said.splitlines()]
     return "".join(lines)
 
 
 def needed() -> list[Distribution]:
-    """What `pip install '.[opencl]'` and the commands of the page install, taken from the environment of the tests."""
+    """The packages that `pip install '.[opencl]'` and the page's commands install, from the tests' environment."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = [Requirement(r) for r in (*project["project"]["dependencies"], *EXTRAS,
                                        *project["project"]["optional-dependencies"]["opencl"])]
@@ -59,7 +59,7 @@ def needed() -> list[Distribution]:
 
 
 class Place:
-    """A checkout and a new environment beside it: with torch and what `pip install` would bring, and nothing else."""
+    """A checkout and a new environment next to it, with torch and the dependencies of `pip install`, nothing else."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "checkout"
@@ -72,7 +72,7 @@ class Place:
         for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL):
             (self.folder / name).write_text(text)
         subprocess.run([sys.executable, "-m", "venv", str(folder / "new")], check=True)
-        drop = ["pip", "uninstall", "--quiet", "--yes", "setuptools"]  # an old one, in the way of ours
+        drop = ["pip", "uninstall", "--quiet", "--yes", "setuptools"]  # an old version, which hides ours
         subprocess.run([str(folder / "new" / "bin" / "python"), "-m", *drop], check=True)
         own = sysconfig.get_path("purelib", vars={"base": str(folder / "new")})
         for found in needed():
@@ -107,6 +107,6 @@ def test_there_are_ten() -> None:
     assert len(TASKS) == 10
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task != "Install"])  # which `place` does
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "Install"])  # `place` does the installation
 def test_task(task: str, place: Place) -> None:
     place.do(task)

@@ -1,4 +1,4 @@
-"""One home for torch's inside: no other module names it or changes it, and what is changed can be undone."""
+"""torch's internals are used in one place: no other module names or changes them, and all changes can be undone."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ OTHERS = {"_Pointer", "_at_fork_reinit", "_cl", "_exit", "_fields", "_get_np_dty
 
 
 def is_private(name: str) -> bool:
-    """Of a dotted name: an operator by its registered name is not."""
+    """Whether a dotted name of torch is private; operators under their registered names are not."""
     parts = name.split(".")
     return parts[:2] != ["torch", "ops"] and any(p.startswith("_") and not p.endswith("__") for p in parts)
 
 
 class Reader(ast.NodeVisitor):
-    """Collects what one file says of torch's inside, as `line: what`."""
+    """Collects the uses of torch's internals in one file, as `line: name`."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.found: list[str] = []
-        self.bound: dict[str, str] = {}  # names of this file, and what of torch they are
+        self.bound: dict[str, str] = {}  # names in this file that are bound to something of torch
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self.bound |= {a.asname or "torch": a.name if a.asname else "torch" for a in node.names
@@ -67,7 +67,7 @@ class Reader(ast.NodeVisitor):
         self.found.append(f"{node.lineno}: {what}")
 
     def dotted(self, node: ast.AST) -> str | None:
-        """`torch.optim.adam` of an expression of attributes that begins with something of torch."""
+        """The full name, such as `torch.optim.adam`, of an attribute expression that begins with something of torch."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -109,7 +109,7 @@ class Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        """A module by its name, as `importlib.import_module` takes it."""
+        """Finds private modules named in strings, as in `importlib.import_module`."""
         text = node.value
         if isinstance(text, str) and text.startswith("torch.") and text.replace(".", "").isidentifier():
             if is_private(text):
@@ -184,7 +184,7 @@ def test_what_is_imported_with_torch_imports_nothing_of_it() -> None:
 
 
 def given(patch: Patch) -> tuple[Any, ...]:
-    """Something to apply a patch with."""
+    """Example arguments for applying a patch."""
     routes = steps.Routes(lambda callback: None)
     some = torch.ops.aten.upsample_nearest2d.vec
     every: dict[str, tuple[Any, ...]] = {
@@ -205,7 +205,7 @@ def test_a_patch_undoes_itself(patch: Patch) -> None:
     before = [found_at(*place) for place in places]
     assert places and patch.reason and patch.scope and patch.versions
     depth = len(patch._made)
-    for count in (1, 2):  # one above the other
+    for count in (1, 2):  # applied twice, one on top of the other
         for _ in range(count):
             patch.apply(*arguments)
         assert any(found_at(*place) is not own for place, own in zip(places, before, strict=True))
@@ -253,7 +253,7 @@ def functions() -> list[Any]:
 
 @pytest.fixture
 def routes() -> Iterator[steps.Routes]:
-    """As in a process whose backend has met no optimizer yet."""
+    """The state of a process in which the backend has not seen an optimizer yet."""
     made = steps.install(flambeau_backend)
     assert made is not None
     while OPTIMIZERS.is_applied:

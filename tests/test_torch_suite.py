@@ -13,7 +13,7 @@ from torch_suite.files import DEVICE, DTYPES, File, chosen, common_name, dtypes_
 from torch_suite.reasons import UNEXPLAINED
 from torch_suite.runner import BATCH, LOADING, Settings, State, Suite, in_turn, run_tests
 
-# Needs no torch, so that its processes start at once.
+# Needs no torch, so that its processes start quickly.
 ENDINGS = '''
 import os, time, unittest
 
@@ -106,7 +106,7 @@ def test_a_run_stops_in_time(tmp_path: Path) -> None:
     began, state = time.monotonic(), State(settings, file, "stock")
     run_tests(settings, file, "stock", lambda tests: ["TestEndings.test_fails", "TestEndings.test_hangs"], state,
               stop=began + 3)
-    assert time.monotonic() - began < 10 and [*state.tests] == ["TestEndings.test_fails"]  # the other is no result
+    assert time.monotonic() - began < 10 and [*state.tests] == ["TestEndings.test_fails"]  # the other has no result
 
 
 def test_every_ending_is_a_result(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_devices(tmp_path: Path) -> None:
     page = report.page(f"before {report.BEGIN} old {report.END} after", found)
     assert page.startswith("before ") and page.endswith(" after") and UNEXPLAINED in page and " old " not in page
     lines.clear()
-    Suite(settings, [file], lines.append).run()  # all is known
+    Suite(settings, [file], lines.append).run()  # all results are known
     assert lines == ["test_small.py: 2 tests, 0 to run"]
 
 

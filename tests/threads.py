@@ -1,4 +1,4 @@
-"""`threads`: within the block, torch and our kernels use that many threads."""
+"""`threads`: sets the number of threads of torch and our kernels inside a block."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@
     python tests/two_commits.py build/before . --kind host,ops --target cpu --json build/two.json
 
 Kinds: `host` (compiled calls, training calls and optimizer steps on small tensors), `accelerated` (eager ones),
-`device` (calls on torch.device("flambeau")), `ops` and `models` (the cases of `flambeau bench`). Each tree has
-processes of its own, which prepare all cases at once. Then one case is measured at a time, and its two processes take
-turns. On the CPU the clock is that of the thread, which counts no waiting for a busy core; on a GPU, `host` and
-`accelerated` leave the GPU's time out. A control, which is torch's alone, tells how far two processes differ anyway.
+`device` (calls on torch.device("flambeau")), `ops` and `models` (the cases of `flambeau bench`). Each tree has its
+own processes, which prepare all cases in parallel. Then one case is measured at a time, and its two processes take
+turns. On the CPU the clock is the thread's, which does not count waiting for a busy core; on a GPU, `host` and
+`accelerated` exclude the GPU's time. A control that runs only torch shows how far two processes differ anyway.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from pathlib import Path
 from typing import Any
 
 BURST = {"host": 0.001, "accelerated": 0.001, "device": 0.001, "ops": 0.02, "models": 0.06}  # seconds of calls in a row
-WHOLE = ("ops", "models")  # of which the device's time counts
-LATE = 3.0  # seconds that a process may still need for the case that it prepares
-QUEUE = 40  # calls that a GPU's queue takes without making the host wait
-STEADY = 40  # calls before the first measurement: choices are made in them
+WHOLE = ("ops", "models")  # kinds that include the device's time
+LATE = 3.0  # seconds that a process gets to finish the case that it is preparing
+QUEUE = 40  # calls that fit into a GPU's queue, so that the host does not wait
+STEADY = 40  # calls before the first measurement, in which kernels are chosen
 
 
 # ---- cases, in the process of one tree -----------------------------------------------------------------------------
 
-Cases = dict[str, Callable[[], Callable[[], Any]]]  # by name: makes a call
+Cases = dict[str, Callable[[], Callable[[], Any]]]  # name -> a function that prepares the case and returns its call
 
 
 def host_cases(device: str, accelerated: bool = False) -> Cases:
@@ -179,14 +179,15 @@ CASES: dict[str, Callable[[str], Cases]] = {
 
 
 def enter(tree: Path, group: str) -> Any:
-    """What the tree registers with torch: the installed package may be another tree."""
+    """Registers this tree's entry points with torch, as the installed package may be another tree."""
     scripts = tomllib.loads((tree / "pyproject.toml").read_text())["project"]["entry-points"]
     module, _, name = scripts[group]["flambeau"].partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def work(tree: Path, kind: str, device: str) -> None:
-    """Answers lines of JSON: [name] prepares a case, [name, n] gives seconds of n calls, each, [name, 0] drops it."""
+    """Answers lines of JSON: [name] prepares a case, [name, n] returns the seconds of each of n calls, [name, 0] drops
+    the case."""
     answers, sys.stdout = sys.stdout, sys.stderr
     import torch
 
@@ -214,7 +215,7 @@ def work(tree: Path, kind: str, device: str) -> None:
 
     def answer(value: Any) -> None:
         if device == "cuda" and not isinstance(value, list) and (not counts or not counts[0]):
-            torch.cuda.empty_cache()  # all cases together would not fit
+            torch.cuda.empty_cache()  # all cases together would not fit into memory
         print(json.dumps(value), file=answers, flush=True)
 
     counts: list[int] = []
@@ -234,7 +235,7 @@ def work(tree: Path, kind: str, device: str) -> None:
                 calls[name]()
             wait()
             answer(seconds(calls[name], 3))
-        except Exception as error:  # the other tree may know what this one does not
+        except Exception as error:  # the other tree may support a case that this one does not
             answer(f"{type(error).__name__}: {error}"[:300])
 
 
@@ -253,7 +254,7 @@ class Worker:
                                         text=True)
         self.waiting: list[str] = []  # cases that are still to be prepared
         self.ready: dict[str, float | str] = {}
-        self.busy = False  # with a case that came too late
+        self.busy = False  # still preparing a case when the time for that was over
 
     def ask(self, *words: Any) -> None:
         assert self.process.stdin is not None
@@ -274,7 +275,7 @@ class Worker:
 
 
 def prepare(workers: list[Worker], until: float) -> None:
-    """All workers prepare their cases at once."""
+    """Lets all workers prepare their cases in parallel."""
     with selectors.DefaultSelector() as selector:
         for worker in workers:
             selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
@@ -304,7 +305,7 @@ def measure(pair: tuple[Worker, Worker], name: str, burst: float, most: int, lim
         return {"name": name, "error": errors[0]}
     count = max(1, min(most, int(burst / max(min(first), 1e-7))))
     times: tuple[list[Any], list[Any]] = [], []
-    for w in pair:  # memory comes back
+    for w in pair:  # allocate memory again, which was released after the preparation
         w.ask(name, min(count, 3))
         w.answer()
     end = time.monotonic() + limit

@@ -1,4 +1,5 @@
-"""What the files that test_device.py runs apart share: devices, numbers, and silence about the CPU's help."""
+"""Helpers for the test files that test_device.py runs in separate processes: devices, numbers, and no log messages
+about fallbacks to the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ DEV = "flambeau"
 
 @pytest.fixture(scope="module", autouse=True)
 def enabled() -> None:
-    """Two devices, both of them the first that OpenCL has."""
+    """Enables two devices, both on the first OpenCL device."""
     first = devices()[0].device
     opencl_driver.devices = lambda: (ClDevice(0, first), ClDevice(1, first))  # type: ignore[assignment]
     flambeau.enable_device()

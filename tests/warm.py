@@ -1,10 +1,10 @@
-"""Programs of their own without waiting for torch: forks of a process that has imported it, and run nothing yet.
+"""Runs programs in fresh processes without waiting for torch: forks of a process that has only imported it.
 
     status, output = warm.run(["python", "train.py", "--steps", "3"], folder)
     status, output = warm.run(["flambeau", "doctor"], folder, FLAMBEAU_JOBS="1")
 
-A program begins as `python train.py` does, but that torch is in memory; nothing of Flambeau is. Variables that torch
-reads when it is imported are those of the tests.
+A program starts as with `python train.py`, except that torch is already imported; Flambeau is not. Environment
+variables that torch reads at import have the tests' values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-LIMIT = 600  # seconds of a program
+LIMIT = 600  # seconds for one program
 PLAIN = {key: value for key, value in os.environ.items() if key != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
 
 
@@ -46,7 +46,7 @@ def run(command: Sequence[str], folder: Path, **environ: str) -> tuple[int, str]
 
 
 def serve() -> dict[str, Any]:
-    """Returns in each fork, with what it has to do."""
+    """Forks for each request, and returns in the fork with its task."""
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         child = os.fork()

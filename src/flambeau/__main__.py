@@ -1,4 +1,4 @@
-"""`python -m flambeau`: the command `flambeau`, also where only the sources are."""
+"""`python -m flambeau`: the command `flambeau`, which also works from the sources without an installation."""
 
 import sys
 

@@ -127,7 +127,7 @@ OBSERVERS: list[Callable[[Compiled], None]] = []  # called with every compiled g
 
 
 def boxed(c: Compiled) -> Run:
-    """Wrap it in a plain function: AOTAutograd's wrappers keep attributes of functions, not those of objects."""
+    """Wrap a graph in a plain function: AOTAutograd's wrappers keep attributes of functions, not those of objects."""
 
     def run(args: list[Any]) -> list[Any]:
         return (c.run or c.finish())(args)

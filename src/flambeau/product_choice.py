@@ -31,7 +31,7 @@ from flambeau.targets.search import agree, fastest, kept, undecided
 
 log = logging.getLogger(__name__)
 
-ROUNDED = 3e-2  # tolerance, relative to the largest result: a library rounds its product before what follows
+ROUNDED = 3e-2  # tolerance, relative to the largest result: a library rounds its product before the next operator
 CLOSE = 1.5  # times the library's time, up to which other block shapes than the heuristic's are tried
 WORTH = 0.02  # share of a product's time that fusion must be able to save
 MOST_NODES = 48  # nodes of a region: later ones get kernels of their own
@@ -48,7 +48,7 @@ class Region:
 
 def own_products(gm: fx.GraphModule, target: Target, caps: Capabilities, compiled: Compile, exclude: frozenset[str]
                  ) -> tuple[frozenset[str], list[str]]:
-    """The names of the products that our kernels compute; and a note for each product on who computes it, and why."""
+    """The names of the products that our kernels compute; and a note for each product with the choice and why."""
     own: set[str] = set()
     notes: list[str] = []
     whose = "the library's"

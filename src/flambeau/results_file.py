@@ -27,7 +27,7 @@ ORIGIN = ("command", "commit")
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The machine and versions that the numbers were measured with."""
     import torch
 
     cpuinfo = Path("/proc/cpuinfo")
@@ -46,9 +46,9 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def origin() -> dict[str, str]:
-    """The command that this process is, and the commit of the sources that it runs.
+    """The command line of this process, and the commit of the sources that it runs.
 
-    FLAMBEAU_COMMIT says the commit where the sources were copied without their history.
+    FLAMBEAU_COMMIT gives the commit if the sources were copied without their history.
     """
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     name = module.name.removesuffix(".__main__") if module else ""
@@ -61,7 +61,7 @@ def origin() -> dict[str, str]:
 
 
 def shortened(path: Path) -> str:
-    """A path without what is this machine's own."""
+    """A path without the parts that are specific to this machine."""
     return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else (
         path.name if path.is_absolute() else str(path))
 
@@ -81,14 +81,14 @@ def plain(rows: Sequence[Any]) -> list[Any]:
 
 
 def without_number(summary: dict[str, Any]) -> list[str]:
-    """The figures that are NaN, as means of nothing are."""
+    """The keys of figures that are NaN, such as the mean of no cases."""
     return [key for key, x in summary.items() if isinstance(x, float) and x != x]
 
 
 def write_results(path: Path, kind: str, rows: Sequence[Any], summary: dict[str, Any], device: str = "cpu") -> None:
-    """`device` is the one that was measured, by the name that torch has for it; rows are dataclasses or plain data.
+    """Writes a results file. `device`: torch's name of the measured device; rows are dataclasses or plain data.
 
-    UnsupportedError where a figure of the summary is no number: nothing was measured."""
+    Raises UnsupportedError if a figure of the summary is NaN, which means that nothing was measured."""
     if empty := without_number(summary):
         raise UnsupportedError(f"{path.name} would say nothing: {', '.join(empty)} of no measured case",
                                hint="see the errors of its rows; give it more time, or fewer cases")
@@ -97,7 +97,7 @@ def write_results(path: Path, kind: str, rows: Sequence[Any], summary: dict[str,
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What a file of results says; UnsupportedError if not which command made it, at which commit."""
+    """The content of a results file. Raises UnsupportedError if it does not name its command and commit."""
     report: dict[str, Any] = json.loads(path.read_text())
     missing = [key for key in ORIGIN if not report.get(key)]
     if missing:

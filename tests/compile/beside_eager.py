@@ -1,4 +1,4 @@
-"""A function under torch.compile(backend="flambeau") beside eager: results, layouts, gradients, arguments."""
+"""Compares a function under torch.compile(backend="flambeau") with eager: results, layouts, gradients, arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tensors(x: Any) -> list[torch.Tensor]:
 
 
 def fresh(args: tuple[Any, ...]) -> list[Any]:
-    """Copies with the same strides, storage offsets and requires_grad, each in memory of its own."""
+    """Copies with the same strides, storage offsets and requires_grad, each with its own memory."""
 
     def copy(t: Any) -> Any:
         if not isinstance(t, torch.Tensor):
@@ -33,7 +33,7 @@ def fresh(args: tuple[Any, ...]) -> list[Any]:
 
 def same(fn: Callable[..., Any], *args: Any, gradients: bool = True, fn_compiled: Callable[..., Any] | None = None,
          **options: Any) -> None:
-    """Values, strides, what aliases which argument, gradients, and what was written to the arguments."""
+    """Compares values, strides, which arguments the results alias, gradients, and the arguments afterwards."""
     ours_in, eager_in = fresh(args), fresh(args)
     ours, eager = (fn_compiled or compiled(fn, **options))(*ours_in), fn(*eager_in)
     torch.testing.assert_close(ours, eager, equal_nan=True)
@@ -46,7 +46,7 @@ def same(fn: Callable[..., Any], *args: Any, gradients: bool = True, fn_compiled
 
 
 def aliases(t: torch.Tensor, args: list[Any]) -> list[int]:
-    """Positions of the arguments that t shares memory with."""
+    """The positions of the arguments that t shares memory with."""
     where = t.untyped_storage().data_ptr()
     same_place = [isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() == where != 0 for x in args]
     return [k for k, yes in enumerate(same_place) if yes]

@@ -1,4 +1,4 @@
-"""What test_offload.py runs in a process of its own: saved tensors that wait on the host, on the device."""
+"""Tests that test_offload.py runs in a separate process: on the device, saved tensors are kept on the host."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def link(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
-    """How fast it is taken to be, in GB/s: a fast one takes all, a slow one leaves everything to be computed again."""
+    """Sets the assumed link rate to the host in GB/s. With a fast link all tensors are copied, with a slow one they
+    are recomputed."""
     monkeypatch.setattr(host_copies, "link_rate", lambda *_: rate)
     monkeypatch.setattr(pipeline, "link_rate", lambda *_: rate)
 
 
 def steps_of(graphs: list[flambeau.debug.Compiled]) -> tuple[int, int]:
-    """How many copies go to the host, and how many come back."""
+    """The number of copies to the host, and of copies back."""
     steps = [s for g in graphs for s in g.program.steps]
     return (sum(isinstance(s, Call) and s.kind == "send" for s in steps),
             sum(isinstance(s, Copy) and s.fetches for s in steps))
@@ -64,7 +65,7 @@ def products_of(graphs: list[flambeau.debug.Compiled]) -> int:
 
 def run(f: Callable[..., Any], inputs: list[Tensor], times: int = 2, **options: Any
         ) -> tuple[list[Tensor], list[flambeau.debug.Compiled]]:
-    """Results and gradients of the last of some calls, and the graphs."""
+    """The results and gradients of the last of several calls, and the graphs."""
     torch.compiler.reset()
     made = torch.compile(f, backend="flambeau", options={"regions": False, **options})
     with flambeau.debug.collect() as graphs, delayed(DEV, random.Random(3), 0.2):
@@ -80,7 +81,7 @@ def run(f: Callable[..., Any], inputs: list[Tensor], times: int = 2, **options: 
 
 def check(f: Callable[..., Any], inputs: list[Tensor], wish: Any = 0.99, **options: Any
           ) -> list[flambeau.debug.Compiled]:
-    """Bits are those of a run that keeps everything."""
+    """Checks that results have the bits of a run that keeps all tensors on the device."""
     want, plain = run(f, inputs, **options)
     assert steps_of(plain) == (0, 0)
     got, graphs = run(f, inputs, offload=wish, **options)
@@ -263,9 +264,9 @@ def test_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     before = RunsAgain.made
     found: dict[str, list[Tensor]] = {}
     unwritten = [torch.full((N, N), float("nan"), pin_memory=True) for _ in range(40)]
-    del unwritten  # what is read too early, is not what an earlier step wrote there
+    del unwritten  # a read that comes too early then finds NaN, not an earlier step's values
     for name, options in (("plain", {}), ("offload", {"offload": 0.99, "graphs": True})):
-        x, y = (t.requires_grad_() for t in matrices())  # where they are, as parameters would be
+        x, y = (t.requires_grad_() for t in matrices())  # at fixed addresses, like parameters
         torch.compiler.reset()
         made = torch.compile(layers, backend="flambeau", options=options)
         with flambeau.debug.collect() as graphs:

@@ -1,4 +1,4 @@
-"""What test_parallel.py starts by torchrun: models on several processes give under compile what they give without.
+"""Programs that test_parallel.py starts by torchrun: compiled models on several processes give the same as eager.
 
     torchrun --nproc-per-node=4 tests/compile/parallel_cases.py cpu ddp fsdp tensor_parallel
     torchrun --nproc-per-node=2 tests/compile/parallel_cases.py flambeau loader ddp fsdp tensor_parallel offloaded
@@ -52,7 +52,7 @@ def batches(device: str, rank: int, world: int) -> Iterator[tuple[Tensor, ...]]:
 
 def trained(model: nn.Module, data: Iterator[tuple[Tensor, ...]], run: Callable[..., Tensor] | None = None
             ) -> list[float]:
-    """The losses of some steps."""
+    """Trains a model on the data and returns the losses."""
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     losses = []
     for x, y in data:
@@ -71,7 +71,7 @@ def whole(p: Tensor) -> Tensor:
 
 def compare(device: str, rank: int, world: int, spread: Callable[[nn.Module], nn.Module], parts: bool = True,
             **options: Any) -> None:
-    """Losses and parameters: compiled beside eager in the same processes, and beside the CPU by itself."""
+    """Compares losses and parameters with eager in the same processes, and parameters with one process on the CPU."""
     found = []
     for compiled in (False, True):
         torch.compiler.reset()
@@ -86,7 +86,7 @@ def compare(device: str, rank: int, world: int, spread: Callable[[nn.Module], nn
 
 
 def ddp(device: str, rank: int, world: int) -> None:
-    for cap in (25, 0.002):  # one bucket, and several: Dynamo cuts the graph between them
+    for cap in (25, 0.002):  # one bucket, then several, between which Dynamo splits the graph
         compare(device, rank, world, partial(DistributedDataParallel, bucket_cap_mb=cap))
 
 
@@ -113,7 +113,7 @@ def tensor_parallel(device: str, rank: int, world: int) -> None:
 
 
 def loader(device: str, rank: int, world: int) -> None:
-    """Batches are copied on a side stream, one ahead of the step that uses them."""
+    """Trains with batches that are copied on a side stream, one step before they are used."""
     side, late = torch.Stream(device=device), torch.randn(384, 384, device=device)
 
     def ahead() -> Iterator[tuple[Tensor, ...]]:
@@ -127,7 +127,7 @@ def loader(device: str, rank: int, world: int) -> None:
                     t.record_stream(here)
             if step < STEPS:
                 with side:
-                    for _ in range(4):  # the copies are late
+                    for _ in range(4):  # delay the copies
                         late.copy_(late @ late * 1e-3)
                     coming = tuple(t.to(device, non_blocking=True) for t in batch(step))
             if ready is not None:
@@ -142,7 +142,7 @@ def loader(device: str, rank: int, world: int) -> None:
 
 
 def offloaded(device: str, rank: int, world: int) -> None:
-    """What is saved goes to the host, in every bucket of DDP and every part of FSDP2."""
+    """Keeps saved tensors on the host, in every bucket of DDP and every part of FSDP2."""
     offload.LEAST = 1
     compare(device, rank, world, lambda model: DistributedDataParallel(model, bucket_cap_mb=0.002), offload=0.5)
     mesh = dist.device_mesh.init_device_mesh(device, (world,))
@@ -156,7 +156,7 @@ def automatic(device: str, rank: int, world: int) -> None:
 def main(device: str, *names: str) -> None:
     logging.getLogger("flambeau").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    dist._DEFAULT_FIRST_BUCKET_BYTES = 1000  # so that small models have several
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1000  # so that small models have several buckets
     if device == "flambeau":
         flambeau.enable_device()
     dist.init_process_group("gloo" if device == "cpu" else device)

@@ -1,4 +1,4 @@
-"""What test_streams.py runs in a process of its own: streams and events inside compiled functions, on the device."""
+"""Tests that test_streams.py runs in a separate process: streams and events in compiled functions, on the device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def delay(streams: list[torch.Stream], chance: random.Random) -> None:
 
 
 def with_streams(graphs: list[flambeau.debug.Compiled]) -> list[flambeau.debug.Compiled]:
-    """Without those of eager operators of the device."""
+    """The graphs that use streams, without those of the device's eager operators."""
     return [g for g in graphs if g.program.streams]
 
 
@@ -125,7 +125,7 @@ def test_a_gradient_is_on_the_stream_of_what_it_is_the_gradient_of() -> None:
     by_operator = {name: s.stream for s in backward.program.steps if isinstance(s, (Launch, Call))
                    for name in (s.origins if isinstance(s, Launch) else (s.origin,))}
     products = {name: stream for name, stream in by_operator.items() if name.startswith("mm")}
-    assert sorted(products.values()) == [1, 1, 2]  # where the products were: x's and y's gradient, a's
+    assert sorted(products.values()) == [1, 1, 2]  # the products' streams: gradients of x, y, a
     assert by_operator[next(n for n in by_operator if n.startswith("add"))] == 1  # a's gradients meet where a was made
     assert backward.program.ticket and not forward.program.ticket
 
@@ -235,7 +235,8 @@ def test_a_backward_may_run_twice() -> None:
 
 
 class Again(Recording):
-    """Runs what was recorded once more, on the arguments of then, into the results of then: as a CUDA graph would."""
+    """Replays by running the function again on the recorded arguments, into the recorded results, as a CUDA graph
+    does."""
 
     def __init__(self, run: Any, inputs: list[Any]) -> None:
         self.run, self.inputs, self.results = run, inputs, run(list(inputs))
@@ -243,7 +244,7 @@ class Again(Recording):
     def replay(self) -> None:
         results = self.run(list(self.inputs))
         if any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in results):
-            torch.accelerator.synchronize()  # below, the host itself copies what was sent to it
+            torch.accelerator.synchronize()  # the host itself copies CPU results below
         for old, new in zip(self.results, results, strict=True):
             if isinstance(old, torch.Tensor) and old is not new:
                 old.copy_(new)
@@ -266,7 +267,7 @@ def test_recorded(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(get_target("flambeau")), "recorder", lambda self: recorder)
     before = RunsAgain.made
     assert check(case, DEV, RUNS) == 0
-    assert RunsAgain.made > before or "writ" in case.name  # at other addresses it is another recording
+    assert RunsAgain.made > before or "writ" in case.name  # other addresses need another recording
 
 
 def test_what_is_recorded_is_on_streams_of_its_own() -> None:
@@ -325,7 +326,7 @@ def test_what_was_faster_is_taken_from_then_on(several: int, monkeypatch: pytest
 
     x, y = matrices()
     with config.override(cache_dir=tmp_path / "cache"):
-        for turn in range(3):  # other processes find it on disk
+        for turn in range(3):  # as in later processes, which find the graph on disk
             torch.compiler.reset()
             monkeypatch.setattr(watchers, "WATCHERS", [watcher])
             automatic(lambda x, y: branches(x, y) + several, x, y)
@@ -368,10 +369,10 @@ def test_what_cannot_be_followed_runs_on_the_callers_stream_between_waits() -> N
             want = y.detach().cpu() * (k + 1) * (x.cpu() @ x.cpu()).detach()
             torch.accelerator.synchronize()
             delay([side], random.Random(k))
-            with side:  # before the call, on the side stream alone
+            with side:  # before the call, only on the side stream
                 base = y * (k + 1)
             got = made(x, base)
-            with side:  # and behind it
+            with side:  # and after the call
                 seen = base.detach() + 0
             side.synchronize()
             torch.testing.assert_close((got.cpu(), seen.cpu()), (want * 2, want), rtol=1e-4, atol=1e-5)

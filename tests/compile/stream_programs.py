@@ -1,9 +1,9 @@
-"""Functions that use streams, for any device: each equals eager, however late its streams are.
+"""Functions that use streams, for any device: each must equal eager, however late its streams are.
 
     python tests/compile/stream_programs.py --device cuda --runs 1000
 
-`delayed` puts work of random length before every kernel and call of a compiled function, on the stream that it is on:
-what does not wait comes too early. Eager, which says what is right, is not delayed.
+`delayed` inserts work of random length before kernels and calls of a compiled function, on their own streams, so that
+steps that miss a wait run too early. Eager, which gives the expected results, is not delayed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ here = torch.accelerator.current_stream
 
 @dataclass
 class Case:
-    """`make` is given the device, and returns a function of two matrices with the streams that it uses."""
+    """A test case. `make` gets the device, and returns a function of two matrices and the streams that it uses."""
 
     name: str
     make: Callable[[str], tuple[Callable[..., Any], list[torch.Stream]]]
@@ -218,7 +218,7 @@ def streams_and_events_of_the_devices_module(device: str) -> Any:
 
 @case()
 def a_stream_from_outside(device: str) -> Any:
-    """Another library made it, and torch knows its handle alone."""
+    """A stream that another library made: torch knows only its handle."""
     owner = torch.get_device_module(device).Stream()
     side = torch.cuda.ExternalStream(owner.cuda_stream) if device == "cuda" else torch.Stream(
         stream_id=owner.stream_id, device_index=owner.device_index, device_type=owner.device_type)
@@ -236,7 +236,7 @@ def a_stream_from_outside(device: str) -> Any:
 
 @case(fullgraph=False)
 def the_number_of_a_stream(device: str) -> Any:
-    """That of the call's stream, though Dynamo knows streams by a place in a table."""
+    """The number must be that of the call's stream, although Dynamo refers to streams by positions in a table."""
     pool = sides(device, 2) if device != "cuda" else [torch.cuda.Stream() for _ in range(2)]
     turn = itertools.count()
 
@@ -248,7 +248,7 @@ def the_number_of_a_stream(device: str) -> Any:
         return a + (side.cuda_stream if device == "cuda" else side.stream_id) % 1009  # type: ignore[attr-defined]
 
     def called(g: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        k = next(turn) // 2  # eager and compiled in turns
+        k = next(turn) // 2  # eager and compiled calls alternate
         return g(x, y, pool[k % 2])  # type: ignore[no-any-return]
 
     f.called = called  # type: ignore[attr-defined]
@@ -278,7 +278,7 @@ def memory_that_another_stream_uses(device: str) -> Any:
 
 @case()
 def an_input_written_on_a_side_stream(device: str) -> Any:
-    """Whoever reads it behind the join gets the new one."""
+    """Reads after the join get the new value."""
     side, = sides(device, 1)
 
     def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -314,7 +314,7 @@ def a_write_while_another_stream_still_reads(device: str) -> Any:
     def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         side.wait_stream(here())
         with side:
-            a = y @ x  # the old one
+            a = y @ x  # the old value
         read = side.record_event()
         b = x.sin()
         here().wait_event(read)
@@ -327,7 +327,7 @@ def a_write_while_another_stream_still_reads(device: str) -> Any:
 
 @case()
 def written_behind_and_read_on_that_stream_later(device: str) -> Any:
-    """The caller reads it on the side stream, and waits for nothing."""
+    """The function ends without a wait; the caller reads the input on the side stream."""
     side, = sides(device, 1)
 
     def f(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -426,7 +426,7 @@ def a_checkpoint_on_a_side_stream(device: str) -> Any:
 
 @case(training=True)
 def gradients_beside_a_write(device: str) -> Any:
-    """What is counted on a side stream, as running statistics are."""
+    """A buffer is written on a side stream, like running statistics."""
     side, = sides(device, 1)
     count = torch.zeros(N, device=device)
 
@@ -466,7 +466,7 @@ def a_compiled_function_inside(device: str) -> Any:
 
 @case(training=True)
 def streams_that_a_call_brings(device: str) -> Any:
-    """Dynamo guards streams by their type alone: those to use are those of the call, in its backward too."""
+    """Streams are arguments. Dynamo guards only their type, so each call and its backward must use the call's own."""
     pool = sides(device, 4)
     turn = itertools.count()
 
@@ -491,7 +491,7 @@ def streams_that_a_call_brings(device: str) -> Any:
 
 @case(training=True)
 def two_calls_before_their_backward(device: str) -> Any:
-    """The second call's streams are not those of the first one's backward."""
+    """Two forwards with different streams run first; each backward must use its own forward's stream."""
     one, two = sides(device, 2)
 
     def f(x: torch.Tensor, y: torch.Tensor, side: torch.Stream) -> torch.Tensor:
@@ -584,14 +584,14 @@ def a_question_is_asked_at_each_call(device: str) -> Any:
 
 
 def recorded_cases() -> list[Case]:
-    """Those that can be recorded, with the option that does it."""
+    """The cases that can be recorded, with the option `graphs`."""
     hosts = ("waits_of_the_host", "events_recorded_in_a_loop", "a_question_is_asked_at_each_call", "two_threads")
     return [Case(f"{c.name} (recorded)", c.make, c.training, c.fullgraph, {"graphs": True})
             for c in CASES if c.name not in hosts]
 
 
 def busy(device: str, chance: random.Random) -> None:
-    """Work of random length on the current stream."""
+    """Enqueues work of random length on the current stream."""
     if device == "cuda":
         torch.cuda._sleep(chance.randint(1_000, 300_000))
     else:
@@ -602,12 +602,12 @@ def busy(device: str, chance: random.Random) -> None:
 
 @contextmanager
 def delayed(device: str, chance: random.Random, share: float) -> Iterator[None]:
-    """Within it, what is compiled has a share of its kernels and calls delayed."""
+    """Inside the block, a random share of the kernels and calls of compiled functions is delayed."""
 
     def watcher(part: watchers.Part, call: Callable[..., Any]) -> Callable[..., Any]:
         def late(*args: Any, **named: Any) -> Any:
             if part.where and chance.random() < share and not busy_now.inside:
-                busy_now.inside = True  # the work itself runs as a program on some devices
+                busy_now.inside = True  # on some devices this work is itself a compiled program
                 try:
                     busy(device, chance)
                 finally:
@@ -633,7 +633,7 @@ busy_now = _Busy()
 
 
 def check(c: Case, device: str, runs: int, share: float = 0.3, seed: int = 1, compiled: Any = None) -> int:
-    """How many of the runs gave something else than eager."""
+    """The number of runs whose results differ from eager's."""
     chance = random.Random(f"{c.name} {seed}")
     f, streams = c.make(device)
     made = compiled or torch.compile(f, backend="flambeau", fullgraph=c.fullgraph, options=c.options)
@@ -654,10 +654,10 @@ def check(c: Case, device: str, runs: int, share: float = 0.3, seed: int = 1, co
 
 def results(c: Case, run: Callable[..., Any], x: torch.Tensor, y: torch.Tensor, between: Callable[[], None]
             ) -> list[torch.Tensor]:
-    """What a run returns, its inputs afterwards and their gradients, once all streams are done."""
+    """The results of a run, the gradients, and its inputs afterwards, once all streams are done."""
     given = [t.clone().requires_grad_(c.training) for t in (x, y)]
     if not c.training:
-        torch.accelerator.synchronize()  # streams that wait for nothing may read them
+        torch.accelerator.synchronize()  # streams that do not wait may read the inputs
     out = run(*given)
     outs = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
     if c.training:

@@ -1,4 +1,4 @@
-"""torch.compile(backend="flambeau"): what it returns, writes, aliases, recompiles and refuses, beside eager."""
+"""torch.compile(backend="flambeau") compared with eager: results, writes, aliases, recompilations and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import flambeau
 from compile.beside_eager import compiled, fresh, same
 from flambeau.debug import collect
 
-# A kernel that does not build, or a graph that is not compiled, is a warning to users and an error here.
+# For users, a kernel that does not build or a graph that is not compiled is a warning; here it is an error.
 pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
 
 
@@ -146,7 +146,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     same(f, *((torch.rand(2, 5, 37) * 60).to(dtype)))
     if dtype.is_floating_point:
         same(lambda x, y: (x * y).sigmoid().sum(1) + x.amax(1), leaf(5, 37, dtype=dtype), leaf(5, 37, dtype=dtype),
-             options={"numerics": "eager"})  # eager's own roundings, or half precision could not be compared
+             options={"numerics": "eager"})  # with eager's roundings, otherwise half precision could not be compared
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
@@ -487,8 +487,8 @@ def test_threads_compile_and_run_at_once() -> None:
         own = torch.compile(lambda x: ((x * (k + 1)).sin() + k).softmax(-1).sum(0), backend="flambeau")
         for n in (4, 4, 9):
             x = torch.randn(n, 33, generator=torch.Generator().manual_seed(k))
-            # While one thread traces, torch.fx takes all of them for tracing, and Dynamo refuses their calls; without
-            # this they run as they are then.
+            # While one thread traces, torch.fx treats all threads as tracing, and Dynamo refuses their calls. With this
+            # setting they run in eager mode instead.
             with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
                 torch.testing.assert_close(own(x), ((x * (k + 1)).sin() + k).softmax(-1).sum(0))
                 torch.testing.assert_close(shared(x), (x.exp() + 1).log().sum(1))
@@ -532,7 +532,7 @@ def test_runs_that_overlap_do_not_share_intermediates() -> None:
     ({"target": "cud"}, ("no target 'cud'",)),
 ])
 def test_bad_options(options: dict[str, Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(flambeau.OptionError) as caught:  # as it is: Dynamo does not wrap it
+    with pytest.raises(flambeau.OptionError) as caught:  # the error itself: Dynamo does not wrap it
         compiled(lambda x: x + 1, options=options)(torch.randn(3))
     assert all(w in str(caught.value) for w in words), str(caught.value)
 

@@ -1,4 +1,4 @@
-"""What goes wrong: bad data, a bad machine, a bad kernel. It ends in an error that says so, or in the right result."""
+"""Failures by bad data, a bad machine or a bad kernel end in an error that names them, or in the right result."""
 
 from __future__ import annotations
 
@@ -116,11 +116,11 @@ QUOTIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "summed": lambda a, b: (a % b).sum(),
     "only where it is defined": lambda a, b: torch.where(b == 0, a, a // b),  # eager divides everywhere as well
 }
-INTEGERS = (torch.int64, torch.int32, torch.uint8)  # each divides in its own way
+INTEGERS = (torch.int64, torch.int32, torch.uint8)  # each has its own division
 
 
 def same_error(fn: Callable[..., Any], c: Callable[..., Any], *args: Tensor) -> None:
-    """Of the same type; ours says what eager says, up to the values that either adds."""
+    """Checks that two errors have the same type, and the same message up to the values that each adds."""
     with pytest.raises((IndexError, RuntimeError)) as eager:
         fn(*args)
     with pytest.raises(eager.type) as ours:
@@ -181,12 +181,12 @@ def test_bad_offsets_are_an_error(mode: str, last: bool) -> None:
     c = compiled(fn)
     for offsets in ([1, 2, 4], [-1, 2, 4], [0, 2, 9]):
         same_error(fn, c, torch.tensor(offsets))
-    for offsets in ([0, 9, 4], [0, -1, 4]):  # ATen has an error for these, one or the other
+    for offsets in ([0, 9, 4], [0, -1, 4]):  # ATen raises one of two errors for these
         with pytest.raises((IndexError, RuntimeError)):
             fn(torch.tensor(offsets))
         with pytest.raises((IndexError, RuntimeError)):
             c(torch.tensor(offsets))
-    with pytest.raises(RuntimeError, match="decrease"):  # ATen may return memory that nobody wrote
+    with pytest.raises(RuntimeError, match="decrease"):  # ATen may return uninitialised memory
         c(torch.tensor([0, 3, 1]))
     good = torch.tensor([0, 0, 4])
     torch.testing.assert_close(c(good), fn(good))
@@ -357,7 +357,7 @@ def test_a_compile_killed_half_way(tmp_path: Path) -> None:
     env = {**os.environ, "FLAMBEAU_CACHE_DIR": str(tmp_path)}
     first = subprocess.Popen([sys.executable, "-c", MODEL], env=env, start_new_session=True,
                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    for _ in range(600):  # as soon as anything is on disk, the compilers are at work
+    for _ in range(600):  # once anything is on disk, the compilers are running
         if any(tmp_path.rglob("*")) or first.poll() is not None:
             break
         time.sleep(0.1)

@@ -23,7 +23,7 @@ OWN = CpuTarget.channels_last
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.fx.GraphModule, torch.fx.GraphModule]]:
-    """What went in and came out, while the CPU's target wants what that of NVIDIA GPUs does."""
+    """The graphs before and after the pass, which runs on the CPU with the settings of NVIDIA GPUs."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     seen = []
@@ -38,7 +38,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.fx.GraphModule, 
 
 
 def orders(gm: torch.fx.GraphModule) -> list[bool]:
-    """Of every convolution, whether its image has contiguous channels."""
+    """For each convolution, whether its image has contiguous channels."""
     return [n.args[0].meta["example_value"].is_contiguous(memory_format=torch.channels_last)
             for n in gm.graph.nodes if channels.name_of(n) == "conv2d"]
 
@@ -59,7 +59,7 @@ class Residual(nn.Module):
 
 
 def trained(model: nn.Module, x: Tensor, f: Callable[..., Any]) -> list[Tensor]:
-    """Results and gradients."""
+    """The results, gradients and buffers of one training step."""
     x = x.detach().requires_grad_()
     results = f(x)
     results = results if isinstance(results, tuple) else (results,)
@@ -95,7 +95,7 @@ def test_a_network(graphs: list[Any]) -> None:
     (before, after), = graphs
     assert not any(orders(before)[:1]) and all(orders(after)) and len(orders(after)) == 7
     copies = [n for n in after.graph.nodes if n.target == "contiguous"]
-    assert len(copies) == 1 + 4, copies  # the image, and the weights whose windows are larger than a point
+    assert len(copies) == 1 + 4, copies  # the image, and the weights with windows larger than 1 x 1
 
 
 @pytest.mark.parametrize("between", [
@@ -132,8 +132,8 @@ def write_to_view(y: Tensor, z: Tensor) -> Tensor:
     nn.Sequential(conv(3, 16), conv(16, 16)),
     nn.Sequential(conv(3, 72).double(), conv().double()),
     nn.Sequential(conv(3, 72), *(nn.Tanh() for _ in range(60))),
-    conv(3, 72),  # image and result are copied by somebody anyway
-    nn.Sequential(conv(3, 72, k=1), nn.ReLU(), conv(k=1)),  # products of matrices, in any order
+    conv(3, 72),  # the image and the result would have to be copied
+    nn.Sequential(conv(3, 72, k=1), nn.ReLU(), conv(k=1)),  # these are matrix products in either layout
 ], ids=["write", "own", "grouped", "small", "double", "rare", "alone", "points"])
 def test_what_keeps_its_order(model: nn.Module, graphs: list[Any]) -> None:
     check(model, torch.randn(2, 3, 6, 6, dtype=next(model.parameters()).dtype))
@@ -163,7 +163,7 @@ def test_autocast_inside(graphs: list[Any]) -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(model, backend="flambeau", options={"numerics": "eager"})(x)
-    assert len(graphs) == 2  # who wants eager's bits has eager's order
+    assert len(graphs) == 2  # eager's bits need eager's layout
 
 
 @pytest.mark.parametrize("sides, window, ordered", [(2, 3, True), (3, 2, True), (2, 1, False), (1, 3, False)])

@@ -1,4 +1,4 @@
-"""The cache of whole graphs: what a later process finds, what it must not find, and what is left alone."""
+"""The cache of whole graphs: which entries a later process finds, which it must not find, and what stays untouched."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from flambeau.targets.cpu.target import CpuTarget
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Entries of this test only, in the cache that already has the compiler's probes."""
+    """Gives each test its own entries in the shared cache, which already has the compiler's probes."""
     monkeypatch.setattr(graph_cache, "SUFFIX", ".graph" + "".join(SystemRandom().choices(ascii_lowercase, k=12)))
     torch._dynamo.reset()
     graph_cache.stats.clear()
-    with config.override(verify=False):  # which compiles always
+    with config.override(verify=False):  # the verifier always compiles
         yield
 
 
 def counted(call: Callable[[], Any]) -> dict[str, int]:
-    """What the cache did while something was compiled as if for the first time."""
+    """The cache's counters after something was compiled as in a new process."""
     torch._dynamo.reset()
     graph_cache.stats.clear()
     call()
@@ -102,7 +102,7 @@ print(json.dumps([results, dict(graph_cache.stats), traced, compiler]))
 
 def child() -> list[Any]:
     command = [sys.executable, "-c", CHILD, graph_cache.SUFFIX]
-    # In the environment: the suite has the verifier on, and an override does not reach a child.
+    # Set in the environment: the suite turns the verifier on, and an override does not reach a child process.
     env = {**os.environ, "FLAMBEAU_VERIFY": "0", "FLAMBEAU_GRAPH_CACHE": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

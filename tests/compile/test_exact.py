@@ -1,4 +1,4 @@
-"""Eager numerics: the bits of eager's kernels, for operators alone, for chains of them, and for a model that trains."""
+"""Eager numerics: the bits of eager's kernels, for single operators, for chains, and for a model that trains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flambeau.testing.opinfo import OPS, check_opinfo, differing
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 POINTWISE = [name for name, op in OPS.items() if isinstance(op, (UnaryUfuncInfo, BinaryUfuncInfo))]
-# Of the kinds of operators that eager numerics leave to eager's kernels, and what is fused around them.
+# Examples of operators that eager numerics leave to eager's kernels, and of those that are fused around them.
 OTHERS = ("sum", "softmax", "nn_functional_layer_norm", "nn_functional_dropout", "nn_functional_batch_norm", "cumsum",
           "nn_functional_avg_pool2d", "nn_functional_max_pool2d", "nn_functional_cross_entropy", "bernoulli", "norm",
           "nn_functional_embedding", "index_put", "scatter_reduce_sum", "var_mean", "uniform", "amax",
@@ -179,7 +179,7 @@ def test_lists_of_which_an_element_is_left_to_eager(dtype: torch.dtype) -> None:
 
 
 def updates(x: Tensor, y: Tensor, z: Tensor, scalar: Tensor) -> list[Tensor]:
-    """What Dynamo would write out in other operators; scalars and lists, of which some are calls in half precision."""
+    """Updates that Dynamo would decompose; with scalars and with lists, some of which are calls in half precision."""
     made = [torch.addcdiv(x, y, z, value=0.3), x.clone().addcdiv_(y, z, value=-0.3), torch.addcdiv(x, y, z),
             x.clone().addcmul_(y, z, value=0.3), x.clone().add_(y, alpha=0.7), x * scalar, x / scalar, scalar * x,
             x + scalar, *(torch.add(x, b, alpha=0.7) for b in (scalar, 0.3, y[:, :1]))]
@@ -191,7 +191,7 @@ def updates(x: Tensor, y: Tensor, z: Tensor, scalar: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_updates_have_the_bits_of_eager(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, y, z = (torch.randn(37, 13).to(dtype) for _ in range(3))  # rows that fill no vector
+    x, y, z = (torch.randn(37, 13).to(dtype) for _ in range(3))  # rows that are no multiple of a vector
     scalar = torch.tensor(0.3)
     ours, eager = compiled(updates)(x, y, z, scalar), updates(x, y, z, scalar)
     assert [differing(a, b)[0] for a, b in zip(ours, eager, strict=True)] == [0] * len(eager)

@@ -1,4 +1,4 @@
-"""The short way to a compiled graph: plain graphs take it, and nobody can tell but by the clock."""
+"""The fast path to a compiled graph: plain graphs take it, and only its speed differs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def takes_short_way(out: Tensor) -> bool:
 
 @pytest.fixture
 def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The calls that AOTAutograd's own backward got."""
+    """The calls of AOTAutograd's own backward."""
     calls: list[str] = []
     made = lean.autograd_function
 
@@ -52,7 +52,7 @@ def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     (lambda x: (x.sin() * 2, x.argmax(0)), True),  # one result has no gradient
     (lambda x: x.detach() * x, True),
     (lambda x: x.t(), False),  # a view of the input
-    (lambda x: x.exp().t(), False),  # a view of memory that nobody else has
+    (lambda x: x.exp().t(), False),  # a view of memory that is not returned otherwise
 ])
 def test_plain_graphs_take_it(f: Callable[[Tensor], Any], short: bool) -> None:
     x = leaf(6, 8)
@@ -82,7 +82,7 @@ def test_without_gradients() -> None:
     with torch.inference_mode():
         torch.testing.assert_close(c(x), F.relu(x))
     assert not c(x).requires_grad
-    f = compiled(lambda x: x.argmax(1))  # an input that asks for gradients, and results that have none
+    f = compiled(lambda x: x.argmax(1))  # the input requires gradients, but the result has none
     torch.testing.assert_close(f(leaf(6, 8)).shape, (6,))
     assert torch.is_grad_enabled()
 
@@ -105,7 +105,7 @@ def test_gradients_on_within_no_grad() -> None:
 
 def test_the_usual_call_is_short(general: list[str]) -> None:
     x, c = leaf(6, 8), compiled(F.relu)
-    torch.autograd.grad(c(x), x, torch.randn(6, 8))  # may be the one that compiles the backward
+    torch.autograd.grad(c(x), x, torch.randn(6, 8))  # may be the call that compiles the backward
     general.clear()
     torch.autograd.grad(c(x), x, torch.randn(6, 8))
     assert general == []
@@ -221,7 +221,7 @@ def test_graphs_of_any_size_take_it_too(general: list[str]) -> None:
         assert any("dynamic_indices" in name for name in vars(out))
         assert torch.allclose(*(torch.autograd.grad(y, x, grad)[0] for y in (out, wanted)))
         assert not general
-    torch.autograd.grad(run(x), x, grad.t().contiguous().t())  # laid out otherwise
+    torch.autograd.grad(run(x), x, grad.t().contiguous().t())  # a gradient with another layout
     assert general == ["backward"]
 
 
@@ -240,7 +240,7 @@ def test_usual_calls_do_not_pass_torchs_own_function() -> None:
     with torch.compiler.set_stance("force_eager"):
         assert not called and torch.equal(run(x), x.sin() + 5)
     assert torch.equal(torch.func.vmap(run)(x), torch.func.vmap(lambda r: r.sin() + 4)(x)) and len(called) == 2
-    assert torch.compiler.disable(run)(x).equal(x.sin() + 5)  # which looks for the function inside
+    assert torch.compiler.disable(run)(x).equal(x.sin() + 5)  # `disable` looks for the wrapped function
     assert dynamo_config.assume_static_by_default and get_eval_frame_callback() is None
 
 

@@ -1,4 +1,4 @@
-"""Saved tensors on the host, in a process of its own: a process can give PyTorch's open device type a name once."""
+"""Saved tensors on the host, in a separate process, because a process can name PyTorch's open device type only once."""
 
 from __future__ import annotations
 

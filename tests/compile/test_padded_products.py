@@ -1,4 +1,4 @@
-"""Products with padded lines: eager's values and strides, and no more copies than they need."""
+"""Products with padded rows: eager's values and strides, and no more copies than needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW = replace(BLOCKS, **ALWAYS)
 
 @pytest.fixture(autouse=True)
 def padding(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
-    """The rewritten graphs, while the CPU's target says that every such product is slow."""
+    """The rewritten graphs, with a CPU target for which every unpadded product is slow."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     known, seen = CpuTarget.capabilities, []
@@ -51,7 +51,7 @@ def names(graph: fx.Graph) -> list[str]:
 
 
 def sizes(graph: fx.Graph) -> list[list[int]]:
-    """Of all factors of products, and their results."""
+    """The sizes of the factors and the result of each product."""
     products = [n for n in graph.nodes if n.op == "call_function" and "mm" in n.target.__name__]
     return [[m for x in (*n.args, n) if isinstance(x, fx.Node) for m in x.meta["val"].shape] for n in products]
 
@@ -155,7 +155,7 @@ def test_a_loss_over_a_vocabulary(padding: list[fx.Graph]) -> None:
 
 
 def gains(f: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the cost of a GPU's table asks for padding."""
+    """Whether products are padded under the costs of a GPU's tuning table."""
     gm = make_fx(f, tracing_mode="fake")(*(torch.empty(s, dtype=dtype) for s in shapes))
     pad_products(gm.graph, BLOCKS)
     return "slice" in names(gm.graph) or "constant_pad_nd" in names(gm.graph)
@@ -165,9 +165,9 @@ def gains(f: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = 
     (lambda x, w: torch.exp(x @ w.t()), ((4096, 768), (50257, 768)), True),
     (lambda x, w: x @ w.t(), ((4096, 768), (50257, 768)), True),
     (lambda x, w: x.sin() @ w, ((4096, 50257), (50257, 768)), True),
-    (lambda x, w: torch.exp(x @ w.t()), ((4096, 768), (50264, 768)), False),  # whole lines
-    (lambda x, w: torch.exp(x @ w.t()), ((1, 768), (50257, 768)), False),  # waits for memory either way
-    (lambda x, w: torch.exp(x @ w), ((64, 64), (64, 63)), False),  # shorter than a launch
+    (lambda x, w: torch.exp(x @ w.t()), ((4096, 768), (50264, 768)), False),  # already aligned
+    (lambda x, w: torch.exp(x @ w.t()), ((1, 768), (50257, 768)), False),  # memory-bound with or without padding
+    (lambda x, w: torch.exp(x @ w), ((64, 64), (64, 63)), False),  # takes less time than a launch
     (lambda x, w: x @ w, ((100000, 16), (16, 1001)), False),  # the copy of the result takes longer
 ])
 def test_where_it_pays(f: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], pays: bool) -> None:

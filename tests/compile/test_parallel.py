@@ -1,4 +1,4 @@
-"""Models on several processes: compiled, they train as they do without, on the CPU and on the device."""
+"""Models on several processes train the same when they are compiled, on the CPU and on the device."""
 
 from __future__ import annotations
 

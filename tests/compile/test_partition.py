@@ -18,7 +18,7 @@ from flambeau.ops import attention_calls
 
 
 def calls(f: Callable[..., Any], *inputs: Tensor) -> list[str]:
-    """The operators that are left of a function's graph, which computes what it did before."""
+    """The operators left in a function's graph after merging equal calls; checks that its results did not change."""
     gm = make_fx(f, tracing_mode="fake")(*inputs)
     merge_equal(gm.graph)
     gm.graph.eliminate_dead_code()
@@ -44,7 +44,7 @@ def test_what_is_merged(f: Callable[..., Any], left: list[str]) -> None:
 
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the forwards that are compiled keep for their backwards, beside their arguments."""
+    """The values other than arguments that compiled forwards save for their backwards."""
     seen: list[Any] = []
     cut = partition.min_cut_rematerialization_partition
 
@@ -125,8 +125,8 @@ def test_gates_are_computed_again(f: Callable[..., Any], saved: list[Any]) -> No
 @pytest.mark.parametrize(("made", "kept"), [
     (lambda rows, full: (rows[:, None] - torch.arange(12)).abs() < 3, 0),
     (lambda rows, full: (rows[:, None] == rows).expand(2, 1, 12, 12), 0),
-    (lambda rows, full: full > 0.5, 1),  # as large as what it is made of, or larger
-    (lambda rows, full: torch.rand(12, 12) > 0.2, 1),  # drawn once
+    (lambda rows, full: full > 0.5, 1),  # as large as its input, or larger
+    (lambda rows, full: torch.rand(12, 12) > 0.2, 1),  # random numbers are drawn only once
 ], ids=["window", "documents", "of a matrix", "random"])
 def test_masks_of_smaller_tensors_are_not_kept(made: Callable[[Tensor, Tensor], Tensor], kept: int, saved: list[Any],
                                                monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""Repeated regions: what is joined, what must not be, and that nobody can tell from the results.
+"""Repeated regions: which are joined, which must not be, and that results do not change.
 
-Most tests run the pieces as they are, without a compiler: equal keys share one outlined graph, so whatever was joined
-wrongly gives other numbers than eager, exactly compared.
+Most tests run the pieces without compiling them: pieces with equal keys share one outlined graph, so regions that were
+joined wrongly give other numbers than eager. The comparison is exact.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def anew() -> Iterator[None]:
 
 
 def outlined(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], list[Pieces]]:
-    """The function with its graph cut, run piece by piece; equal pieces are one."""
+    """A function whose graph is cut and run piece by piece, with one graph for equal pieces; and the cuts."""
     found: list[Pieces] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ def layer(x: Tensor, w: Tensor, shift: int = 1, scale: float = 0.5) -> Tensor:
 
 
 def run(function: Callable[..., Any], arguments: Sequence[Any], seed: int = 0) -> list[Any]:
-    """Results, then gradients of all that has one; the arguments are copied."""
+    """The results of a function on copies of the arguments, then the copies, then their gradients."""
     def copy(x: Any) -> Any:
         if isinstance(x, list):
             return [copy(y) for y in x]
@@ -79,7 +79,7 @@ def run(function: Callable[..., Any], arguments: Sequence[Any], seed: int = 0) -
 
 
 def check(function: Callable[..., Any], *arguments: Any, **options: Any) -> Pieces:
-    """Exactly eager's results and gradients; returns how the (largest) graph was cut."""
+    """Checks that results and gradients equal eager's exactly. Returns the cut of the (largest) graph."""
     compiled, found = outlined(function, **options)
     ours, eager = run(compiled, arguments), run(function, arguments)
     for a, b in zip(ours, eager, strict=True):
@@ -93,13 +93,14 @@ def check(function: Callable[..., Any], *arguments: Any, **options: Any) -> Piec
 
 
 def spelled(n: fx.Node) -> str:
-    """A call without what it is applied to. Constants that compare equal are written differently."""
+    """A call as text, without the nodes it is applied to. Constants that compare equal, as 1 and 1.0, have different
+    texts."""
     args, kwargs = (fx.node.map_arg(x, lambda _: None) for x in (n.args, n.kwargs))
     return f"{n.op} {n.target} {args} {kwargs}"
 
 
 def counts(cut: Pieces) -> list[int]:
-    """Instances of each region."""
+    """The number of instances of each region, the largest first."""
     return sorted((len(g) for g in cut.groups()), reverse=True)
 
 
@@ -118,7 +119,7 @@ def stack(x: Tensor, ws: list[Tensor]) -> Tensor:
 
 def test_layers_are_one_region() -> None:
     cut = check(stack, start(), parameters())
-    assert counts(cut) == [DEPTH - 2]  # the first and the last lose a part: cuts lie beside library calls
+    assert counts(cut) == [DEPTH - 2]  # the first and the last lose a part, because cuts are next to library calls
     assert distinct(cut) <= 3
 
 
@@ -270,7 +271,7 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         x, = ctx.saved_tensors
-        return grad * x.cos() * 3  # not the derivative: it is this that runs
+        return grad * x.cos() * 3  # deliberately not the derivative, to see that this backward runs
 
 
 def test_gradients_of_the_user() -> None:
@@ -341,7 +342,7 @@ def test_statistics_of_batch_norms() -> None:
 
 
 def odd_one(change: Callable[[Tensor, Tensor, int], Tensor]) -> Callable[..., Any]:
-    """A deep function in which the layer in the middle is another one."""
+    """A deep function with a different layer in the middle."""
 
     def deep(x: Tensor, ws: list[Tensor]) -> Tensor:
         for k, w in enumerate(ws):
@@ -556,7 +557,8 @@ BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
 
 
 def random_layers(seed: int) -> Callable[..., Any]:
-    """Some kinds of layers, each a random program over the last values and a weight, in a random order."""
+    """A function with several kinds of layers in random order, each a random program over the last values and a
+    weight."""
     draw = random.Random(seed)
 
     def program() -> list[tuple[int, ...]]:

@@ -27,7 +27,7 @@ WIDTH, ROWS = 16, 4
 
 
 class Deep(nn.Module):
-    """Blocks of a transformer between an embedding and a head."""
+    """Transformer blocks between an embedding and a head."""
 
     def __init__(self, depth: int, dropout: float = 0.0, kind: Callable[..., nn.Module] = Block) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def anew() -> Iterator[None]:
 
 
 def step(model: nn.Module, inputs: Tensor, regions: bool | None = True, **options: Any) -> list[Tensor]:
-    """Results and gradients of one training step."""
+    """The results and gradients of one training step."""
     model.zero_grad()
     torch.manual_seed(3)
     torch._dynamo.reset()
@@ -95,7 +95,7 @@ def test_work_does_not_grow_with_depth() -> None:
         return len(graphs), sum(len(g.texts) for g in graphs)
 
     assert work(6) == work(11)
-    assert work(6)[0] == 6  # forward and backward of what comes first, of a layer, and of what comes last
+    assert work(6)[0] == 6  # forward and backward of the first piece, of a layer, and of the last piece
 
 
 def test_inference() -> None:
@@ -147,7 +147,7 @@ def test_layers_are_marked() -> None:
     model = deep(6, kind=Layer)
     expected = step(model, tokens())
     assert flambeau.mark_layers(model) == ["Layer"] == flambeau.mark_layers(model)
-    torch.testing.assert_close(model(tokens()), expected[0])  # means nothing in eager
+    torch.testing.assert_close(model(tokens()), expected[0])  # marks have no effect in eager
     with patch.object(subgraphs, "written_out", wraps=subgraphs.written_out) as used, \
             patch.object(dynamo, "written_out", used):
         assert equal(step(model, tokens()), expected)
@@ -220,7 +220,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("cached", ["", "stored", "found"])  # without the cache, backwards are not compiled at once
+@pytest.mark.parametrize("cached", ["", "stored", "found"])  # without the cache, backwards are compiled later
 @pytest.mark.parametrize("bucket", [25, 0.08])  # MB: one graph, and several, of which one holds some layers
 def test_ddp(group: None, monkeypatch: pytest.MonkeyPatch, bucket: float, cached: str) -> None:
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)

@@ -1,4 +1,4 @@
-"""Inputs that share memory: what is written to one, and views of them among the results, as in eager."""
+"""Inputs that share memory: writes to one of them, and views of them among the results, behave as in eager."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .beside_eager import compiled
 
-# Three arguments out of two memories: the first two lie apart from each other, or overlap.
+# Three arguments in two storages: the first two share one, where they are disjoint or overlap.
 BEGINNINGS = {"apart": 10, "overlapping": 7}
 
 
@@ -42,7 +42,7 @@ def of_intermediates(x: Tensor, y: Tensor, z: Tensor) -> Any:
 
 
 def run(fn: Callable[..., Any], second: int, gradients: bool) -> list[Any]:
-    """Values, strides, places in memory, gradients."""
+    """The values, strides, places in memory and gradients of a function's results."""
     first, other = (torch.linspace(-2, n, 20, requires_grad=gradients) for n in (3, 5))
     bases = [first * 1, other * 1]
     x, y, z = (bases[k][at:at + 9].view(3, 3) for k, at in ((0, 0), (0, second), (1, 10)))
@@ -57,8 +57,8 @@ def run(fn: Callable[..., Any], second: int, gradients: bool) -> list[Any]:
     return out
 
 
-# With gradients torch does not trace two writes to inputs that overlap, and takes an input that is written to beside
-# one that is saved for the saved one.
+# Two cases in which torch itself is wrong: with gradients, it does not trace two writes to overlapping inputs, and it
+# confuses an input that is written to with one in the same memory that is saved.
 TORCHS = [(written, "overlapping", True), (of_intermediates, "apart", True)]
 CASES = [case for case in product((written, part_of_written, parts, written_elsewhere, of_intermediates), BEGINNINGS,
                                   (False, True)) if case not in TORCHS]

@@ -1,4 +1,4 @@
-"""Streams in compiled functions, in a process of its own: a process can give PyTorch's open device type a name once."""
+"""Streams in compiled functions, in a separate process, because a process can name PyTorch's open device type once."""
 
 from __future__ import annotations
 

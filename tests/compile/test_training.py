@@ -1,4 +1,4 @@
-"""Whole models: every one of the suite, static and dynamic, and training that goes where eager's goes."""
+"""Whole models: every model of the suite, static and dynamic, and training that follows eager's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
 
 def step(built: Built, forward: Callable[..., Any], inputs: tuple[torch.Tensor, ...]
          ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss and every gradient."""
+    """The loss and all gradients of one step."""
     *args, target = inputs
     built.module.zero_grad()
     loss = built.loss(forward(*args), target)
@@ -59,10 +59,11 @@ def test_suite(name: str, dynamic: bool) -> None:
             t.double() if t.is_floating_point() else t for t in args)), rtol=1e-3, atol=1e-3)
 
 
-# Steps so small that a rounding stays one: where training is unstable, eager leaves its own float64 curve by percents.
+# Learning rates that are small enough for rounding errors to stay small. In unstable training, eager itself differs
+# from float64 by percents.
 RATES = {"gpt": 0.05, "llama": 0.05, "resnet": 0.0001, "vit": 0.01, "unet3d": 0.05, "dlrm": 0.003, "mlp": 0.001,
          "scans": 0.05}
-BATCHES = 4  # that come round again and again
+BATCHES = 4  # batches that are used repeatedly
 
 
 def losses(name: str, own: bool) -> torch.Tensor:
@@ -93,7 +94,7 @@ def test_fifty_steps_follow_eager(name: str) -> None:
 
 
 def test_gradients_come_laid_out_as_results_are() -> None:
-    torch._dynamo.reset()  # sizes that changed since another test would be symbolic, and torch copies gradients then
+    torch._dynamo.reset()  # sizes that differ from an earlier test's would be symbolic; torch then copies gradients
     seen = []
 
     @torch.library.custom_op("flambeau_tests::transposed", mutates_args=())
@@ -112,7 +113,7 @@ def test_gradients_come_laid_out_as_results_are() -> None:
     x = torch.randn(3, 5, requires_grad=True)
     from torch._functorch import config
 
-    with config.patch(guess_tangent_strides_as_outputs=False):  # torch has it on or off, by version
+    with config.patch(guess_tangent_strides_as_outputs=False):  # torch's default depends on the version
         y = torch.compile(transposed, backend="flambeau")(x)
     y.backward(torch.randn(5, 3).t())
     assert seen == [(1, 3)]

@@ -1,6 +1,6 @@
-"""Draws a program from a seed: each line is run in eager as it is drawn, and dropped where eager refuses it.
+"""Draws a program from a seed: each line is run in eager as it is drawn, and dropped if eager refuses it.
 
-A program with symbolic sizes is run at all of its sizes. What a line may be stands in kinds.py and its neighbours.
+A program with symbolic sizes is run at all of its sizes. The kinds of lines are defined in kinds.py and kinds_*.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
           torch.bool)
 SIZES = (0, *(1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 12) * 2, 17, 33)
 MOST = 3000  # elements of a value
-LARGEST = 2000.0  # of floating-point values: what float16 holds, with room for a product
+LARGEST = 2000.0  # magnitude of floating-point values: within float16, with room for a product
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of line. `make` is given the drawing, the name of a value and the value; None: not for this one."""
+    """One kind of line. `make` gets the drawing, a value's name and the value. It returns None if the value does not
+    fit."""
 
     make: Callable[[Draw, str, Tensor], str | None]
     weight: float
@@ -47,7 +48,7 @@ def kind(weight: float = 1.0, rule: str = "round", needs: str = "", writes: bool
 
 
 def error(make: Callable[[Draw, str, Tensor], str | None]) -> Callable[[Draw, str, Tensor], str | None]:
-    """A line that eager refuses, as the last one of a program; at some sizes it may compute something after all."""
+    """Registers a kind of line that eager refuses, used as the last line of a program. At some sizes it may succeed."""
     ERRORS.append(Kind(make, 1.0, "round"))
     return make
 
@@ -57,7 +58,7 @@ class Draw:
         self.r = random.Random(seed)
         self.dynamic = self.r.random() < 0.25
         self.grad = grads and self.r.random() < 0.2
-        self.only_exact = not self.grad and self.r.random() < 0.3  # moves, choices and whole numbers alone
+        self.only_exact = not self.grad and self.r.random() < 0.3  # only moves, choices and whole numbers
         self.numerics = "eager" if self.r.random() < numerics else "fast"
         self.fails = not self.grad and self.r.random() < 0.06
         self.odd = self.r.random() < 0.12  # some floats are NaN or infinite
@@ -80,7 +81,7 @@ class Draw:
         if not self.dynamic:
             return (Sizes(),)
         r = self.r
-        # The first sizes are those that are traced with; 0 and 1 are never symbols.
+        # The program is traced with the first sizes. torch specialises on sizes 0 and 1, so they come later.
         first = {n: r.choice((2, 3, 4, 5, 7, 9, 20)) for n in ("n0", "n1")}
         second = {n: r.choice((2, 3, 4, 6, 8, 11)) for n in ("n0", "n1")}
         out = [Sizes(first), Sizes(second)]
@@ -90,7 +91,7 @@ class Draw:
 
     def _input(self) -> None:
         r = self.r
-        # A few dtypes and shapes of one program recur: else nothing would fit together.
+        # Inputs often repeat the dtype and shape of an earlier one, otherwise few values would fit together.
         if self.inputs and r.random() < 0.5:
             like = r.choice(self.inputs)
             shape, dtype = like.shape, like.dtype if r.random() < 0.6 else r.choice(DTYPES)
@@ -114,7 +115,7 @@ class Draw:
             if self.odd and self.r.random() < 0.7:
                 return self.r.choice((f"torch.randint(-1, 9, SHAPE, {g}).log()",  # NaN, -inf
                                       f"-torch.randint(0, 9, SHAPE, {g}).log()"))  # inf
-            # Some floats have ties and zeros; all survive in half precision, so that every dtype has the same ones.
+            # Some inputs have ties and zeros, as small whole numbers, which are exact in every dtype.
             if self.r.random() < 0.3:
                 return f"torch.randint(-3, 4, SHAPE, {g})"
             return f"torch.randn(SHAPE, {g})"
@@ -124,7 +125,7 @@ class Draw:
         return f"torch.randint({low}, 9, SHAPE, {g})"
 
     def _layout(self, shape: tuple[Size, ...]) -> tuple[list[str], str]:
-        """(sizes of the memory, what makes the input of it)."""
+        """The sizes of the memory, and the expression that makes a view of it the input."""
         r, rank = self.r, len(shape)
         base = [str(s) for s in shape]
         choice = r.random()
@@ -137,11 +138,11 @@ class Draw:
             return base, f".transpose({d}, {e})"
         if choice < 0.7 and rank == 4:
             return base, ".contiguous(memory_format=torch.channels_last)"
-        if choice < 0.82:  # with steps
+        if choice < 0.82:  # a slice with a step
             step = r.choice((2, 2, 3))
             base[d] = f"{base[d]} * {step}"
             return base, f"[{':, ' * d}::{step}]"
-        if choice < 0.9:  # behind the beginning, and before the end
+        if choice < 0.9:  # an offset at the start, and a gap at the end
             before, after = r.choice((0, 1, 3)), r.choice((1, 2))
             size = base[d]
             base[d] = f"{size} + {before + after}"
@@ -149,12 +150,12 @@ class Draw:
         if choice < 0.96:
             base[d] = "1"
             return base, f".expand({', '.join(str(s) for s in shape)})"
-        if isinstance(shape[d], int) and shape[d] and rank == 1:  # overlapping
+        if isinstance(shape[d], int) and shape[d] and rank == 1:  # elements that overlap
             return [f"{shape[d]} + 2"], f".unfold(0, 3, 1).select(1, {r.randrange(3)})"
         return base, ""
 
     def _alias(self) -> None:
-        """Another input in the memory of one: over it, or beside it."""
+        """Adds an input that shares the memory of another one: overlapping it, or next to it."""
         at = self.r.randrange(len(self.inputs))
         like = self.inputs[at]
         if not like.shape or like.dtype not in DTYPES:
@@ -177,7 +178,7 @@ class Draw:
         self.inputs = inputs
 
     def index(self, shape: list[str], bound: str, distinct: bool = False) -> str:
-        """A further input: whole numbers below `bound`."""
+        """Adds an input of whole numbers below `bound`, and returns its name."""
         number = len(self.inputs) + len(self._new_inputs)
         numbers = self.numbers_of(torch.int64, number, f"0, {bound}")
         if distinct:
@@ -191,7 +192,7 @@ class Draw:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """Those of the first sizes."""
+        """The tensors at the first sizes, by name."""
         return {n: v for n, v in self.trackers[0].env.items() if isinstance(v, Tensor) and n[0] in "av"}
 
     def dim(self, t: Tensor) -> int:
@@ -203,7 +204,7 @@ class Draw:
         return f"{x}.shape[{d}]" if self.dynamic and self.r.random() < 0.8 else str(t.shape[d])
 
     def bound(self, x: str, t: Tensor, d: int) -> str:
-        """Somewhere in a dimension."""
+        """A random bound for a slice of a dimension, as a number or an expression."""
         n = t.shape[d]
         if self.dynamic and self.r.random() < 0.5:
             whole = self.r.choice([f"{x}.shape[{d}]", *self.numbers])
@@ -238,7 +239,7 @@ class Draw:
                        self.numerics, self.grad, self.seed)
 
     def _restart(self) -> None:
-        """All lines again, from fresh inputs."""
+        """Runs all lines again, from fresh inputs."""
         program = self.program()
         self.trackers = [Tracker(dict(zip(program.arguments, program.call(s), strict=True))) for s in self.sizes]
         for step in self.steps:
@@ -260,17 +261,17 @@ class Draw:
         return True
 
     def line(self, kinds: list[Kind]) -> bool:
-        """One more line, if the drawn one does."""
+        """Draws one more line. Returns whether it was added."""
         chosen = self.r.choices(kinds, [k.weight for k in kinds])[0]
         if self.only_exact and chosen.rule == "round":
             return False
         names = list(self.values)
-        # Rather what is new: programs grow deep, not wide.
+        # Prefer newer values, so that programs grow deep rather than wide.
         x = self.r.choices(names, [1 + 2 * k for k in range(len(names))])[0]
         self._new_inputs: list[Input] = []
         try:
             text = chosen.make(self, x, self.values[x])
-        except IndexError:  # at other sizes the value has another rank
+        except IndexError:  # the value has another rank at other sizes
             return False
         if text is None:
             return False
@@ -305,13 +306,13 @@ def reasonable(t: Tensor, odd: bool) -> bool:
     if not v.numel():
         return True
     if v.is_floating_point():
-        kept = v[v.isfinite()] if odd else v  # of nothing but NaN one learns nothing
+        kept = v[v.isfinite()] if odd else v  # a value of only NaN shows nothing
         return bool(kept.isfinite().all()) and kept.numel() > 0 and float(kept.abs().max()) < LARGEST
     return v.dtype == torch.bool or bool((v.to(torch.int64).abs() < 1 << 40).all())
 
 
 def draw(seed: int, longest: int = 8, grads: bool = True, numerics: float = 0.15) -> Program:
-    """The program that this seed names."""
+    """Draws the program of a seed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         d = Draw(seed, grads, numerics)
@@ -346,7 +347,7 @@ def _with_error(d: Draw) -> Program | None:
 
 
 def _with_results(d: Draw) -> Program:
-    """Results: mostly what nothing reads, some values on the way, inputs, and one of them twice."""
+    """Chooses the results: mostly values that no line reads, some intermediate values and inputs, and repetitions."""
     names = list(d.values)
     made = [n for n in names if n[0] == "v"]
     read = {n for s in d.steps for n in s.reads}
@@ -358,7 +359,7 @@ def _with_results(d: Draw) -> Program:
 
 
 def trimmed(program: Program) -> Program:
-    """Without lines that nothing reads, and without inputs that no line reads."""
+    """The program without lines and inputs that nothing reads."""
     steps: list[Step] = []
     needed = set(program.results)
     for s in reversed(program.steps):

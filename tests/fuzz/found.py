@@ -1,4 +1,4 @@
-"""What the fuzzer found once, shrunk: `test_fuzz.py` runs these on every target."""
+"""Shrunk programs of past findings; `test_fuzz.py` runs them on every target."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs a program in eager and compiled, and says how they differ.
 
-Values that are only moved, chosen or whole have eager's bits. Others may be as far from the float64 result as eager's
-are; where eager was luckier than a rounding allows, noise of one rounding per operator, added to the float64 run,
-says how far a result may move.
+Values that are only moved or chosen, and whole numbers, must have eager's bits. Others may be as far from the float64
+result as eager's are. Where eager is nearer than a rounding error by chance, the float64 run is repeated with noise of
+one rounding per operator, which shows how far a result may move.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Finding:
 
 def bits_differ(a: Tensor, b: Tensor) -> bool:
     if a.is_floating_point():
-        # Zeros of different sign differ, NaNs do not.
+        # Zeros of different sign count as different, NaNs as equal.
         whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
         differ = (a.view(whole) != b.view(whole)) & ~(a.isnan() & b.isnan())
         return bool(differ.any())
@@ -49,7 +49,7 @@ def alike(a: Tensor, b: Tensor) -> Tensor:
 
 
 def too_far(ours: Tensor, eager: Tensor, reference: Reference, group: str, k: int) -> str | None:
-    """None where ours is as good as eager's."""
+    """Describes where our value is further from the float64 result than allowed; None if it is accepted."""
     if not ours.is_floating_point():
         return None if torch.equal(ours, eager) else "whole numbers differ"
     if torch.equal(ours, eager):
@@ -81,7 +81,7 @@ def too_far(ours: Tensor, eager: Tensor, reference: Reference, group: str, k: in
 
 def differences(program: Program, number: int, eager: Call, ours: Call, exact: Mapping[str, bool],
                 reference: Reference) -> list[Finding]:
-    """How a call of ours differs from eager's."""
+    """The differences between our call and eager's."""
     out: list[Finding] = []
 
     def add(kind: str, detail: str) -> None:
@@ -176,7 +176,7 @@ def compiled(program: Program, target: str, backend: Backend = "flambeau") -> Ca
 
 
 def judge(program: Program, target: str, backend: Backend = "flambeau") -> list[Finding]:
-    """The differences from eager, over all calls. A kernel that does not build is one, too."""
+    """The differences from eager in the first call that has any. A kernel that does not build counts as one."""
     torch._dynamo.reset()
     function = compiled(program, target, backend)
     device = DEVICE if target == "device" else "cpu"
@@ -193,7 +193,7 @@ def judge(program: Program, target: str, backend: Backend = "flambeau") -> list[
         reference = Reference(program, sizes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # The CPU's bits are promised on the CPU: the device has functions of its own.
+            # Only the CPU target promises the CPU's bits: the device has its own mathematical functions.
             judged = replace(program, numerics="fast") if target == "device" else program
             out += differences(judged, number, eager, ours, exact, reference)
         texts = [str(w.message) for w in told]
@@ -203,39 +203,42 @@ def judge(program: Program, target: str, backend: Backend = "flambeau") -> list[
     return out
 
 
-# What torch itself changes shows with this backend as well. Device tensors are laid out by torch's metadata.
+# Backends without our kernels: a difference that appears with them too is torch's own. On the device, strides come from
+# torch's metadata.
 TORCH: dict[str, tuple[Backend, ...]] = {"device": ("aot_eager", by_metadata)}
 AOT: tuple[Backend, ...] = ("aot_eager",)
 
 
 def same_way(f: Finding) -> tuple[str, str]:
-    """The kind, and the value or the error that it is about; strides have to be the same ones."""
+    """The key by which findings of two backends are equal: the kind, and the value or error concerned; for strides the
+    whole detail."""
     whole = "strides" in f.kind or f.kind == "layout of nothing"
     return f.kind, f.detail if whole else f.detail.split(" ")[0].rstrip(":")
 
 
 def backend_of(program: Program, target: str) -> str:
-    """Of three programs on the device, one is compiled; a program written by hand has no seed, and is, too."""
+    """The backend for a program. On the device, one program in three is compiled, as are those written by hand, which
+    have no seed; the others run in eager mode."""
     return "eager" if target == "device" and program.seed % 3 and program.seed >= 0 else "flambeau"
 
 
 def traced(program: Program, target: str) -> list[Finding]:
-    """What torch's own tracing shows, where the program is traced at all."""
+    """The findings with torch's own tracing only; empty if the program is not compiled."""
     return judge(program, "cpu", "aot_eager") if backend_of(program, target) == "flambeau" else []
 
 
 def findings(program: Program, target: str) -> tuple[list[Finding], list[Finding]]:
-    """(those of this project, those that torch's own tracing has too)."""
+    """Judges a program. Returns our own findings, and those that torch's own tracing has too."""
     backend = backend_of(program, target)
     ours = judge(program, target, backend)
     theirs: list[Finding] = []
     for other in TORCH.get(target, AOT) if backend == "flambeau" else (by_metadata,):
         if not ours:
             break
-        # As the backend does: torch 2.11 would have gradients contiguous, newer ones as the results are.
+        # Our backend sets this too: torch 2.11 would make gradients contiguous, newer versions like the results.
         with torch._functorch.config.patch(guess_tangent_strides_as_outputs=True):
             known = {same_way(f) for f in judge(program, "cpu", other)}
-        # A program that torch's own kernels cannot run once it is traced is not eager's any more.
+        # If torch's own kernels cannot run the traced program, eager is no reference for it.
         lost = any(kind == "raises" for kind, _ in known)
         theirs += [f for f in ours if lost or same_way(f) in known]
         ours = [f for f in ours if not lost and same_way(f) not in known]

@@ -22,7 +22,7 @@ def functions(d: Draw, x: str, t: Tensor) -> str | None:
 
 @kind(2, "move", "kink")
 def choices(d: Draw, x: str, t: Tensor) -> str | None:
-    """Maps whose slope jumps."""
+    """Continuous maps whose slope jumps."""
     number = d.number_of(t)
     return d.r.choice((f"{x}.abs()", f"{x}.relu()", f"{x}.clamp(-1, 2)", f"{x}.clamp(min={number})", f"{x}.neg()",
                        f"F.hardtanh({x})", f"F.leaky_relu({x}, 0.5)", f"{x}.nan_to_num()"))
@@ -30,7 +30,7 @@ def choices(d: Draw, x: str, t: Tensor) -> str | None:
 
 @kind(1.5, "move", "exact")
 def jumps(d: Draw, x: str, t: Tensor) -> str | None:
-    """Maps whose value jumps: their operands have to be exact."""
+    """Maps whose value jumps, so their operands must be exact."""
     return d.r.choice((f"{x}.sign()", f"{x}.floor()", f"{x}.round()", f"{x}.trunc()", f"{x}.ceil()",
                        f"{x}.logical_not()", f"{x}.isnan()", f"{x}.signbit()", f"{x}.bitwise_not()",
                        f"{x} > {d.number_of(t)}", f"{x} == {d.number_of(t)}", f"{x}.bool()",
@@ -39,7 +39,7 @@ def jumps(d: Draw, x: str, t: Tensor) -> str | None:
 
 @kind(7)
 def arithmetic(d: Draw, x: str, t: Tensor) -> str | None:
-    """With promotion: any dtype beside any other, and numbers."""
+    """Arithmetic with type promotion: two tensors of any dtypes, or a tensor and a number."""
     y = d.broadcastable(t) if d.r.random() < 0.8 else None
     if y is None:
         s = d.scalar()
@@ -73,7 +73,7 @@ def comparisons(d: Draw, x: str, t: Tensor) -> str | None:
 
 @kind(1.5, "round", "exact")
 def quotients(d: Draw, x: str, t: Tensor) -> str | None:
-    # Whole numbers and fractions that both hold: a quotient that is nearly whole may be floored either way.
+    # Only whole numbers: a floating-point quotient that is nearly whole may be floored either way.
     if t.dtype in FLOATS:
         return None
     y = d.other(lambda v: v.dtype in WHOLE[:3] and v.shape == t.shape)
@@ -84,10 +84,10 @@ def quotients(d: Draw, x: str, t: Tensor) -> str | None:
 
 @kind(4, "move", "exact")
 def casts(d: Draw, x: str, t: Tensor) -> str | None:
-    """Those that keep all values, or choose among them in one way."""
+    """Casts that keep all values, or convert them in a defined way."""
     to = d.r.choice((torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool))
     if d.odd and t.dtype in FLOATS and to in WHOLE[:3]:
-        return None  # C++ does not say which number NaN becomes
+        return None  # C++ does not define which integer NaN becomes
     if t.dtype in FLOATS and to == torch.uint8:
         return f"{x}.abs().to({to})"
     if t.dtype == torch.float64 and to == torch.float32:
@@ -147,12 +147,12 @@ def ordered(d: Draw, x: str, t: Tensor) -> str | None:
         return None
     k = d.dim(t)
     n = t.shape[k]
-    if d.grad:  # torch does not say which of equal elements the others choose, and so get the gradient
+    if d.grad:  # for the others, torch does not define which of several equal elements gets the gradient
         return d.r.choice((f"{x}.sort({k}, stable=True).values", f"{x}.sort({k}, descending=True, stable=True)[0]"))
     return d.r.choice((f"{x}.sort({k}).values", f"{x}.sort({k}, descending=True)[0]", f"{x}.msort()",
                        f"{x}.topk({d.r.randint(0, n)}, {k}).values",
                        f"{x}.kthvalue({d.r.randint(1, max(1, n))}, {k})[0]",
-                       # Of memory that overlaps, torch 2.13 reads beyond the end.
+                       # torch 2.13 reads beyond the end of memory that overlaps.
                        f"{x}.median({k}).values" if t.is_contiguous() else f"{x}.msort()"))
 
 
@@ -196,7 +196,7 @@ def products(d: Draw, x: str, t: Tensor) -> str | None:
 def windows(d: Draw, x: str, t: Tensor) -> str | None:
     if t.dim() not in (3, 4):
         return None
-    n = t.dim() - 2 if d.r.random() < 0.7 else t.dim() - 1  # with a batch, or without
+    n = t.dim() - 2 if d.r.random() < 0.7 else t.dim() - 1  # with or without a batch
     if n not in (1, 2):
         return None
     c = t.shape[-n - 1]

@@ -10,7 +10,7 @@ from .program import FLOATS
 
 
 def one_index(d: Draw, x: str, t: Tensor, ints: bool = True) -> str:
-    """What stands between brackets: slices with steps, numbers, new dimensions, an ellipsis."""
+    """The text of a subscript: slices with steps, numbers, new dimensions, an ellipsis."""
     parts = []
     for k in range(d.r.randint(1, max(1, t.dim()))):
         c = d.r.random()
@@ -85,7 +85,7 @@ def view(d: Draw, x: str, t: Tensor) -> str:
 
 
 def regroup(d: Draw, x: str, t: Tensor) -> list[str]:
-    """Sizes of the same number of elements."""
+    """Another shape with the same number of elements."""
     if d.dynamic and d.r.random() < 0.7:
         k = d.r.randint(0, t.dim())
         sizes = [f"{x}.shape[{j}]" for j in range(t.dim())]
@@ -129,7 +129,7 @@ def as_strided_alone(d: Draw, x: str, t: Tensor) -> str | None:
 
 @kind(0.5, "move", "exact")
 def view_dtype(d: Draw, x: str, t: Tensor) -> str | None:
-    # Bits are looked at only in programs without rounding: there is no reference in double precision for them.
+    # Only programs without rounding reinterpret bits, because bits have no reference in double precision.
     if not d.only_exact:
         return None
     wanted = {8: (torch.int64, torch.int32, torch.uint8), 4: (torch.int32, torch.uint8, torch.int64),
@@ -196,7 +196,7 @@ def copies(d: Draw, x: str, t: Tensor) -> str | None:
 def rearranged(d: Draw, x: str, t: Tensor) -> str | None:
     if t.dim() < 3 or not t.numel():
         return None
-    # Of nothing, eager's kernel returns what its metadata does not say.
+    # For empty tensors, eager's kernel and torch's metadata disagree.
     apart = f"F.pixel_unshuffle({x}, 2) if {x}.numel() else {x}.clone()"
     return d.r.choice((f"F.pixel_shuffle({x}, 2)", apart, f"F.unfold({x}, 2)",
                        f"torch.channel_shuffle({x}, 2)", f"{x}.unflatten(-1, (-1, 1))",
@@ -207,7 +207,7 @@ def rearranged(d: Draw, x: str, t: Tensor) -> str | None:
 
 
 def place(d: Draw, x: str, t: Tensor) -> tuple[str, Tensor] | None:
-    """A part of x to write to, and what it looks like."""
+    """An expression for a part of x to write to, and that part as a tensor."""
     if d.r.random() < 0.35:
         return x, t
     text = view(d, x, t)
@@ -273,7 +273,7 @@ def gathers(d: Draw, x: str, t: Tensor) -> str | None:
         return None
     a = d.r.randrange(t.dim())
     n = d.size(x, t, a) if not d.dynamic else None
-    if n is None:  # inputs do not know the sizes of values: only numbers that hold everywhere
+    if n is None:  # an input cannot depend on a value's size, so only numbers that are valid at all sizes
         n = str(min((tr.env[x].shape[a] for tr in d.trackers if x in tr.env), default=0))
     if n == "0":
         return None
@@ -312,7 +312,7 @@ def gathers(d: Draw, x: str, t: Tensor) -> str | None:
 
 
 def _spot(d: Draw, x: str, t: Tensor) -> tuple[int, str, str, str] | None:
-    """A dimension, distinct indices into it, how many, and the part of x that they choose."""
+    """A dimension, distinct indices into it, their number, and the part of x that they select."""
     if not t.dim() or any(tr.env[x].dim() != t.dim() for tr in d.trackers):
         return None
     a = d.r.randrange(t.dim())

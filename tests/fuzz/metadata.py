@@ -1,7 +1,7 @@
-"""A backend that runs ATen and gives results the strides that torch's metadata says, in dimensions of size one.
+"""A backend that runs ATen and gives results the strides of torch's metadata in dimensions of size one.
 
-A compiler knows eager's strides from AOTAutograd's metadata. For some operators that says others than the kernels make
-along dimensions of size one, where strides mean nothing; what this backend shows is torch's own.
+A compiler knows eager's strides from AOTAutograd's metadata. For some operators the metadata differs from the kernels
+in dimensions of size one, where strides have no effect. Differences that appear with this backend are torch's own.
 """
 
 from __future__ import annotations

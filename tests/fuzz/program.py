@@ -21,7 +21,7 @@ Size = int | str  # a number, or the name of a symbolic size
 
 
 class Sizes(dict[str, int]):
-    """Numbers for symbolic sizes. They do not change once they are drawn, so that programs can be compared."""
+    """The values of symbolic sizes. They do not change once they are drawn, so that programs are hashable."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
@@ -29,7 +29,7 @@ class Sizes(dict[str, int]):
 
 @contextmanager
 def single_precision() -> Iterator[None]:
-    """As the default."""
+    """Makes float32 the default dtype inside a block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -39,21 +39,21 @@ def single_precision() -> Iterator[None]:
 
 
 def wide(text: str) -> str:
-    """The same text in double precision."""
+    """The same source text in double precision."""
     return _NARROW.sub("torch.float64", text)
 
 
 @dataclass(frozen=True)
 class Input:
-    """`numbers` makes memory of the sizes `memory`; `layout` is what is done to it then, such as ".transpose(0, 1)".
+    """An input. `numbers` makes memory of the sizes `memory`; `layout` makes a view of it, such as ".transpose(0, 1)".
 
-    `of` names an earlier input whose memory this one shares: it has a layout alone.
+    `of` names an earlier input whose memory this one shares; only its layout is its own.
     """
 
     name: str
     shape: tuple[Size, ...]
     dtype: torch.dtype
-    numbers: str  # with SHAPE where the sizes go
+    numbers: str  # an expression, with SHAPE in place of the sizes
     memory: tuple[str, ...]
     layout: str = ""
     grad: bool = False
@@ -67,14 +67,14 @@ class Input:
 
 @dataclass(frozen=True)
 class Step:
-    """One line. `rule` says what is known of its result: see `Tracker`."""
+    """One line of a program. `rule` says whether its result is exact: see `Tracker`."""
 
     text: str
-    name: str  # of the operator, for grouping
+    name: str  # the kind of line, for grouping
     makes: tuple[str, ...] = ()
     writes: str | None = None
     rule: str = "round"
-    needs: str = ""  # "exact": operands must be; "kink": they must be where gradients are asked for
+    needs: str = ""  # "exact": operands must be exact; "kink": they must be exact if gradients are compared
 
     @property
     def reads(self) -> list[str]:
@@ -85,10 +85,10 @@ class Step:
 @dataclass(frozen=True)
 class Program:
     inputs: tuple[Input, ...]
-    numbers: tuple[str, ...]  # symbolic sizes that are arguments as well
+    numbers: tuple[str, ...]  # symbolic sizes that are also arguments
     steps: tuple[Step, ...]
     results: tuple[str, ...]
-    sizes: tuple[Sizes, ...] = (Sizes(),)  # one call for each
+    sizes: tuple[Sizes, ...] = (Sizes(),)  # one call for each element
     dynamic: bool = False
     numerics: str = "fast"
     grad: bool = False
@@ -109,13 +109,13 @@ class Program:
         return scope["program"]  # type: ignore[no-any-return]
 
     def call(self, sizes: Mapping[str, int], device: str = "cpu", is_wide: bool = False) -> list[Any]:
-        """Fresh arguments: the same numbers in any precision."""
+        """Makes fresh arguments, with the same numbers in any precision."""
         scope: dict[str, Any] = {**NAMES, **sizes}
         bases: dict[str, Tensor] = {}
         made: list[Any] = []
         for i in self.inputs:
             if i.of is None:
-                with single_precision():  # in double precision torch draws others
+                with single_precision():  # in double precision torch draws other numbers
                     base = eval(i.base(is_wide), scope)
                 bases[i.name] = base.to(device)
             base = bases[i.of or i.name]
@@ -126,7 +126,7 @@ class Program:
         return made + [sizes[n] for n in self.numbers]
 
     def text(self, target: str = "cpu") -> str:
-        """A stand-alone test."""
+        """The source of a stand-alone test."""
         names = {i.of or i.name for i in self.inputs}
         lines = ["import torch", "import torch.nn.functional as F", "", "", self.source(), ""]
         for sizes in self.sizes:
@@ -150,13 +150,13 @@ class Program:
 class Tracker:
     """Runs a program line by line and knows which memory holds exact values: moved, chosen or whole numbers.
 
-    What is exact has to be equal in every bit, may be compared, and may be rounded to whole numbers. The rules of a
-    step: "move" (exact if all operands are), "exact" (whatever they are), "round" (never, unless whole numbers).
+    Exact values must be equal in every bit; only they may be compared, or rounded to whole numbers. The rules of a
+    step's result: "move" (exact if all operands are), "exact" (always), "round" (never, except for whole numbers).
     """
 
     env: dict[str, Any] = field(default_factory=dict)
-    exact: dict[int, bool] = field(default_factory=dict)  # by storage
-    kept: list[Tensor] = field(default_factory=list)  # so that no storage's number is given out twice
+    exact: dict[int, bool] = field(default_factory=dict)  # by storage: whether its values are exact
+    kept: list[Tensor] = field(default_factory=list)  # keeps storages alive, so that their addresses are not reused
 
     def is_exact(self, name: str) -> bool:
         value = self.env.get(name)
@@ -187,7 +187,8 @@ class Tracker:
 
 
 def tracked(program: Program, sizes: Mapping[str, int]) -> Tracker:
-    """The program run in eager; raises what that raises, ValueError where a step is not allowed."""
+    """Runs the program in eager. Raises eager's errors, and ValueError for a step whose operands must be exact and are
+    not."""
     tracker = Tracker(dict(zip(program.arguments, program.call(sizes), strict=True)))
     for step in program.steps:
         if not tracker.allowed(step, program.grad):
@@ -197,7 +198,8 @@ def tracked(program: Program, sizes: Mapping[str, int]) -> Tracker:
 
 
 def without(program: Program, k: int, instead: str | None) -> Program | None:
-    """The program without step k, whose value another one takes the place of."""
+    """The program without step k, with the value `instead` in place of its result. None if there is no replacement for
+    a result that is used."""
     step = program.steps[k]
     steps = [s for j, s in enumerate(program.steps) if j != k]
     results = list(program.results)
@@ -216,7 +218,7 @@ def without(program: Program, k: int, instead: str | None) -> Program | None:
 
 def written(inputs: Sequence[str | tuple[str, str]], *lines: str, results: str, exact: bool = False, **options: Any
             ) -> Program:
-    """A program written by hand: what makes the inputs a0, a1, ... (with a layout of its own, if any), and its lines.
+    """A program written by hand. `inputs`: expressions for the inputs a0, a1, ..., each alone or with a layout.
 
     `exact`: no line rounds, so that results have eager's bits.
     """

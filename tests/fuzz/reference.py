@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .program import FLOATS, Program, tracked
 from .seen import Call, call
 
-# Operators that move or choose: no rounding happens in them, and noise would break ties.
+# Operators that move or choose values: they do not round, and noise would break ties.
 _QUIET = {"clone", "copy", "copy_", "_to_copy", "where", "gather", "index", "index_select", "index_put", "index_put_",
           "scatter", "scatter_", "fill", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "sort", "topk",
           "argmax", "argmin", "max", "min", "amax", "amin", "aminmax", "maximum", "minimum", "fmax", "relu", "abs",
@@ -29,7 +29,7 @@ _QUIET = {"clone", "copy", "copy_", "_to_copy", "where", "gather", "index", "ind
 
 
 class Noise(TorchDispatchMode):
-    """Each operator that rounds has operands and results that are off by up to `eps`, at random."""
+    """A mode that multiplies the operands and results of each operator that rounds by 1 + eps or 1 - eps, at random."""
 
     def __init__(self, eps: float, seed: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Noise(TorchDispatchMode):
         if mutates or func.is_view or name in _QUIET:
             out = func(*args, **(kwargs or {}))
             if name.rstrip("_") != name and name not in _QUIET and isinstance(out, Tensor) and out.is_floating_point():
-                with torch.no_grad(), suppress(RuntimeError):  # memory that overlaps is not written to
+                with torch.no_grad(), suppress(RuntimeError):  # torch refuses to write to memory that overlaps
                     out.copy_(self.off(out))
             return out
         out = func(*(self.off(a) if not isinstance(a, list | tuple) else type(a)(map(self.off, a)) for a in args),
@@ -58,7 +58,7 @@ class Noise(TorchDispatchMode):
 
 @dataclass
 class Reference:
-    """The float64 run of a program at one of its sizes, made when it is asked for."""
+    """The float64 run of a program at one of its sizes, made when it is first needed."""
 
     program: Program
     sizes: Mapping[str, int]
@@ -82,7 +82,7 @@ class Reference:
         return _of(self._run, group, k)
 
     def noise(self, group: str, k: int) -> Tensor | None:
-        """How far the value moves, elementwise, if every operator is off by one rounding."""
+        """The elementwise change of the value if every operator is off by one rounding error."""
         if self._noise is None:
             eps = max((torch.finfo(d).eps for d in _float_dtypes(self.program, self.sizes)), default=2e-16)
             self._noise = [self._call(Noise(eps, s)) for s in range(10)]
@@ -94,7 +94,8 @@ class Reference:
 
 
 def copying(program: Program, sizes: Mapping[str, int]) -> Program:
-    """The program with a copy wherever a change of dtype is one: in double precision it would be none."""
+    """The program with a clone after each change of dtype that copies: in double precision the change would return its
+    input."""
     try:
         env = tracked(program, sizes).env
     except Exception:

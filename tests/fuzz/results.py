@@ -30,7 +30,7 @@ errors they say what later ones do.
 
 
 def row(report: Report) -> dict[str, Any]:
-    """What a results file says of a run."""
+    """The row of a results file for a run."""
     said = report.json()
     at = machine()
     return {**origin(), "date": at["date"], "version": at["torch"],
@@ -44,7 +44,7 @@ def add(report: Report, path: Path) -> None:
 
 
 def join(path: Path, others: list[Path]) -> None:
-    """The runs of other files, as from another machine, in this one."""
+    """Adds the runs of other results files, such as those of another machine, to this one."""
     rows = [*read_results(path)["rows"], *(r for other in others for r in read_results(other)["rows"])]
     write_results(path, "fuzz", rows, {t: programs(rows, t) for t in TARGETS})
 

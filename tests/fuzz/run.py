@@ -19,7 +19,8 @@ from .shrink import shrink, signature
 from .workers import Outcome, Worker, run_all
 
 TARGETS = ("cpu", "interpreter", "opencl", "device")
-# The longest program. Where kernels are interpreted, or compiled slowly, more short ones say more than few long ones.
+# The longest program. If kernels are interpreted, or slow to compile, many short programs find more than a few long
+# ones.
 LENGTH = {"cpu": 8, "interpreter": 4, "opencl": 4, "device": 5}
 GRACE = 30.0  # seconds after the end of a run of limited time in which findings are still shrunk
 
@@ -30,8 +31,8 @@ class Report:
     first: int
     programs: int = 0
     seconds: float = 0.0
-    spent: list[float] = field(default_factory=lambda: [0.0, 0.0])  # seconds of processors: programs', compilers'
-    torchs: Counter[str] = field(default_factory=Counter)  # kinds that torch's own tracing has too
+    spent: list[float] = field(default_factory=lambda: [0.0, 0.0])  # CPU seconds of programs, and of compilers
+    torchs: Counter[str] = field(default_factory=Counter)  # kinds of findings that torch's own tracing has too
     groups: dict[str, list[Outcome]] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -61,9 +62,10 @@ EMPTY = Program((), (), (), ())
 
 
 def environment(folder: str) -> dict[str, str]:
-    """What a worker's process inherits. Each compiles its kernels one after the other: the jobs fill the cores."""
+    """The environment of worker processes. Each compiles one kernel at a time, because the jobs already use all
+    cores."""
     return {"FLAMBEAU_VERIFY": "passes", "FLAMBEAU_JOBS": "1", "OMP_NUM_THREADS": "1",
-            # The device's core takes long to compile: a folder that has been named is used, and bounded, as ever.
+            # The device's native core takes long to compile, so a cache folder set by the caller is reused.
             "FLAMBEAU_CACHE_DIR": os.environ.get("FLAMBEAU_CACHE_DIR", folder),
             "FLAMBEAU_PROGRESS": "0", "TRITON_INTERPRET": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "POCL_CACHE_DIR": folder, "POCL_MAX_PTHREAD_COUNT": "1"}
@@ -72,7 +74,7 @@ def environment(folder: str) -> dict[str, str]:
 def fuzz(target: str, first: int, count: int, jobs: int = 1, seconds: float | None = None, limit: float = 120.0,
          shrinks: int = 4, told: Callable[[str], None] = lambda text: None,
          skip: Collection[str] = ()) -> Report:
-    """`count` programs from seed `first` on, or as many as fit in `seconds`."""
+    """Runs `count` programs from seed `first` on, or as many as fit in `seconds`."""
     report = Report(target, first)
     start = time.monotonic()
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What a caller sees of a call: results, inputs afterwards, gradients, and who shares memory with whom."""
+"""Everything that a caller can observe of a call: results, inputs afterwards, gradients, and shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .program import Program
 
 @dataclass
 class Seen:
-    """What a caller sees of one tensor."""
+    """The observable properties of one tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -26,14 +26,14 @@ class Seen:
 
 @dataclass
 class Call:
-    """What a caller sees of one call."""
+    """The observable effects of one call."""
 
     error: BaseException | None = None
     results: list[Seen] = field(default_factory=list)
     inputs: list[Seen] = field(default_factory=list)
-    memory: list[Tensor] = field(default_factory=list)  # all of the memory behind each input
+    memory: list[Tensor] = field(default_factory=list)  # the whole storage of each input
     gradients: list[Seen | None] = field(default_factory=list)
-    shared: dict[tuple[int, int], int] = field(default_factory=dict)  # pairs of tensors: bytes from one to the other
+    shared: dict[tuple[int, int], int] = field(default_factory=dict)  # pairs of tensors: offset in bytes between them
     same: list[int] = field(default_factory=list)  # for each result the first tensor that is the same object
 
 
@@ -50,7 +50,7 @@ def storage_of(t: Tensor) -> Tensor:
 
 def call(program: Program, function: Callable[..., Any], sizes: Mapping[str, int], device: str = "cpu",
          is_wide: bool = False) -> Call:
-    """One call with fresh arguments, and everything there is to see afterwards."""
+    """Makes one call with fresh arguments, and records its observable effects."""
     torch.manual_seed(0)
     args = program.call(sizes, device, is_wide)
     tensors = [a for a in args if isinstance(a, Tensor)]
@@ -71,7 +71,7 @@ def call(program: Program, function: Callable[..., Any], sizes: Mapping[str, int
             x, y = a.untyped_storage(), b.untyped_storage()
             if x._cdata == y._cdata:
                 far = b.storage_offset() * b.element_size() - a.storage_offset() * a.element_size()
-                out.shared[j, k] = far if a.numel() and b.numel() else 0  # where nothing begins belongs to its layout
+                out.shared[j, k] = far if a.numel() and b.numel() else 0  # offsets of empty tensors do not count
     leaves = [a for a in tensors if a.requires_grad]
     live = list({id(t): t for t in made if t.requires_grad}.values())
     if program.grad and live and leaves:

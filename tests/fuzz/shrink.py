@@ -14,7 +14,7 @@ _CALLED = re.compile(r"\.(\w+)\(|(\w*\[)|([+*/&|^<>@%-]|==|!=)")
 
 
 def signature(kind: str, program: Program) -> str:
-    """What findings are grouped by: the kind, and the operators of the program."""
+    """The key that findings are grouped by: the kind, and the operators of the program."""
     names: set[str] = set()
     for step in program.steps:
         text = step.text.split("=", 1)[1] if step.makes else step.text
@@ -24,7 +24,7 @@ def signature(kind: str, program: Program) -> str:
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Candidates, those that take away most first."""
+    """Smaller candidates of a program, those that remove most first."""
     if len(program.sizes) > 1:
         for sizes in program.sizes:
             yield replace(program, sizes=(sizes,))
@@ -73,7 +73,7 @@ def _resized(program: Program, size: int, less: int) -> Program:
 
 
 def shrink(program: Program, still: Callable[[Program], bool], seconds: float = 120.0, tries: int = 60) -> Program:
-    """The smallest program that is found by taking away one thing at a time, for which `still` holds."""
+    """The smallest program found by removing one thing at a time while `still` holds."""
     end = time.monotonic() + seconds
     seen = {program}
     again = True
@@ -87,7 +87,7 @@ def shrink(program: Program, still: Callable[[Program], bool], seconds: float = 
             seen.add(key)
             if time.monotonic() > end or tries <= 0:
                 return program
-            try:  # what eager refuses to do from another cause costs no compile
+            try:  # skip candidates whose arguments cannot be made, before anything is compiled
                 candidate.call(candidate.sizes[0])
             except Exception:
                 continue

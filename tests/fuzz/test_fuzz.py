@@ -1,4 +1,4 @@
-"""The fuzzer, with a seed from the commit; and what it found once."""
+"""The fuzzer, with a seed from the commit, and the programs of past findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .shrink import shrink, signature
 from .workers import Traced, Worker
 
 NEEDS = {"opencl": "pyopencl", "device": "pyopencl", "interpreter": "triton"}
-CHUNKS, PROGRAMS = 12, 25  # 300 programs a target
+CHUNKS, PROGRAMS = 12, 25  # 300 programs per target
 _workers: dict[str, Worker] = {}
 
 
@@ -40,7 +40,7 @@ def worker_of(target: str, tmp: Path) -> Worker:
     return _workers[target]
 
 
-# Elsewhere than on the CPU a program takes a second: most of them run in `make test-all` only.
+# On targets other than the CPU a program takes a second, so most of them run only in `make test-all`.
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.parametrize("target", [t if t == "cpu" else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS])
 def test_random_programs(target: str, chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -74,7 +74,8 @@ def test_views_of_inputs_that_share_memory(tmp_path_factory: pytest.TempPathFact
 
 
 class Crashing(Worker):
-    """Its process ends with each program; `alone`: findings of torch's own tracing, None where that ends as well."""
+    """A worker whose process crashes on each program. `alone`: the findings of torch's own tracing, None if that
+    crashes as well."""
 
     exitcode, pid = -11, 0
 

@@ -1,4 +1,4 @@
-"""Programs run in processes of their own: one that crashes or hangs is a finding, and the next one starts afresh."""
+"""Runs programs in worker processes: a crash or a hang is a finding, and the next program gets a new process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from patience import answers
 
 from .program import Program
 
-LIFE = 400  # programs that a process runs before it is replaced: what Dynamo and the loader keep, they keep for good
+LIFE = 400  # programs per process: Dynamo and the loader never free what they keep, so processes are replaced
 
 
 @dataclass
@@ -27,13 +27,13 @@ class Outcome:
     program: Program | None = None
     ours: list[tuple[str, str]] = field(default_factory=list)  # kind, detail
     torchs: list[tuple[str, str]] = field(default_factory=list)
-    seconds: tuple[float, ...] = (0.0, 0.0)  # of processors: the program's, its compilers'
+    seconds: tuple[float, ...] = (0.0, 0.0)  # CPU seconds of the program, and of its compilers
     shrunk: Program | None = None
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A program that torch runs alone, traced: where that crashes or raises, a crash of ours is torch's own."""
+    """A task: run a program with torch's own tracing only. If that crashes or raises, a crash of ours is torch's."""
 
     program: Program
 
@@ -47,7 +47,7 @@ def spent() -> tuple[float, ...]:
 
 
 def serve(pipe: Connection, target: str, options: dict[str, Any]) -> None:
-    """What a process does: programs, or seeds of programs, in; outcomes out."""
+    """The loop of a worker process: receives programs or seeds, and sends outcomes."""
     import logging
 
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -60,14 +60,14 @@ def serve(pipe: Connection, target: str, options: dict[str, Any]) -> None:
 
     import flambeau
     torch._dynamo.config.recompile_limit = 64
-    # Dynamo times each graph's guards once, after it has emptied the caches of the processor: a tenth of a program.
+    # Dynamo times each graph's guards once, after flushing the CPU's caches, which takes a tenth of a program's time.
     torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
     from .judge import findings, traced
     from .kinds import draw
 
     if target == "device":
         flambeau.enable_device()
-    if target == "opencl":  # binaries for other processes, of programs that none will run, are a third of the time
+    if target == "opencl":  # writing binaries for other processes, which none will use, takes a third of the time
         from flambeau.targets.opencl.target import OpenClTarget
 
         OpenClTarget.keeps_binaries = lambda self, device: False
@@ -111,13 +111,13 @@ class Worker:
             self.process = None
 
     def run(self, task: int | Program | Traced) -> Outcome:
-        """The outcome of a program, or of the one that a seed names."""
+        """Runs a program, or that of a seed, in the worker process and returns its outcome."""
         if self.process is None or self.ran >= LIFE:
             self.stop()
             self.start()
         self.ran += 1
         out = Outcome(task if isinstance(task, int) else task.seed, task if isinstance(task, Program) else None)
-        fresh = 60.0 if self.ran == 1 else 0.0  # torch is imported, the device started
+        fresh = 60.0 if self.ran == 1 else 0.0  # to import torch and start the device
         try:
             self.pipe.send(task)
             while True:
@@ -137,7 +137,7 @@ class Worker:
             self.stop()
             if out.program is not None and not isinstance(task, Traced):
                 alone = self.run(Traced(out.program))
-                # What reads beyond a list in torch's replay of views crashes or raises, as memory happens to be.
+                # torch's replay of views may read beyond a list: whether it crashes or raises depends on chance.
                 if any(kind in ("crash", "raises") for kind, _ in alone.ours + alone.torchs):
                     out.ours, out.torchs = [], out.ours
             return out
@@ -145,7 +145,7 @@ class Worker:
 
 def run_all(seeds: Iterable[int], target: str, jobs: int, limit: float, options: dict[str, Any],
             told: Callable[[Worker, Outcome], None]) -> None:
-    """Every seed, by some worker. `told` is called with each outcome, in any order, by several threads."""
+    """Runs all seeds on `jobs` workers. `told` is called with each outcome, in any order, by several threads."""
     waiting = iter(seeds)
     lock = threading.Lock()
 

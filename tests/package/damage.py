@@ -1,9 +1,9 @@
 """A process that loads damaged and forged packages in Python: `damage.py model.flam 10000 SEED runtime.so`. The
-runtime is one that was built with AddressSanitizer, and is taken in place of the one in the files.
+runtime was built with AddressSanitizer, and replaces the one in the files.
 
-A forger knows the checksums: they are made right again for half of the files, so that what is inside is looked at. What
-is machine code is left alone there, since it runs with all rights of the process. Each file must be refused with an
-error of Flambeau's; one that was forged may be taken instead, and must then keep to what it says of shapes.
+A forger can compute checksums: for half of the files they are corrected, so that the content is examined. Machine code
+is not changed in these files, since it runs with all rights of the process. Each file must be refused with an error of
+Flambeau's. A forged file may be loaded instead, and must then keep to the shapes that it declares.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class File:
         struct.pack_into("<Q", self.data, at, number % (1 << 64))
 
     def section(self, k: int) -> tuple[int, int, int]:
-        """Its kind, and where it is."""
+        """The kind, offset and size of a section."""
         at = HEADER + ENTRY * k
         return self.word(at), self.word(at + 8), self.word(at + 16)
 
     def seal(self, quick) -> None:
-        """Make all checksums right that can be."""
+        """Corrects all checksums that can be computed."""
         if len(self.data) < HEADER:
             return
         self.put(16, len(self.data))
@@ -78,7 +78,7 @@ def flip(f: File, draw: random.Random) -> None:
 
 
 def run_of_bytes(f: File, draw: random.Random) -> None:
-    """Some bytes are lost, come twice, or are others."""
+    """Removes, repeats or overwrites some bytes."""
     at, length = draw.randrange(len(f.data)), draw.randrange(1, 200)
     part = bytes(f.data[at:at + length])
     f.data[at:at + length] = draw.choice((b"", part * 2, bytes(len(part)), draw.randbytes(len(part))))
@@ -90,14 +90,14 @@ def header(f: File, draw: random.Random) -> None:
 
 
 def table(f: File, draw: random.Random) -> None:
-    """Sizes that are wrong, offsets past the end or into another section. Kinds stay: code is loaded as it is."""
+    """Writes wrong sizes, and offsets past the end or into another section. Kinds are kept, as code would be run."""
     at = HEADER + ENTRY * draw.randrange(f.count) + draw.choice((8, 16))
     other = HEADER + ENTRY * draw.randrange(f.count) + draw.choice((8, 16))
     f.put(at, draw.choice((odd(draw, f.word(at)), f.word(other))))
 
 
 def index(f: File, draw: random.Random) -> None:
-    """Words of the index are others: counts, sizes, references forwards and to themselves."""
+    """Changes words of the index: counts, sizes, references forward and to themselves."""
     _, offset, size = next(f.section(k) for k in range(f.count) if f.section(k)[0] == INDEX)
     for _ in range(draw.choice((1, 1, 1, 2, 5))):
         at, other = (offset + 8 * draw.randrange(size // 8) for _ in range(2))
@@ -105,7 +105,7 @@ def index(f: File, draw: random.Random) -> None:
 
 
 def index_cut(f: File, draw: random.Random) -> None:
-    """Words of the index move: some are lost, and later sections keep their places."""
+    """Removes some words of the index, so that later ones move; the following sections keep their places."""
     _, offset, size = next(f.section(k) for k in range(f.count) if f.section(k)[0] == INDEX)
     at, lost = 8 * draw.randrange(size // 8), 8 * draw.randrange(1, 4)
     part = bytes(f.data[offset:offset + size])
@@ -137,7 +137,7 @@ def main(path: str, count: int, seed: int, runtime: str) -> None:
             out.flush()
             try:
                 if k % 2 and any(bytes(s.data) not in code for s in read(out.name) if s.kind in (CODE, RUNTIME)):
-                    seen["of other code"] += 1  # which is the right of whoever makes a file
+                    seen["of other code"] += 1  # anyone who makes a file may put any code into it
                     continue
                 module = flambeau.load(out.name)
                 assert k % 2, f"seed {seed}, file {k}, {kind.__name__}: a damaged file was taken"

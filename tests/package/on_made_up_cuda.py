@@ -1,5 +1,5 @@
-"""A process in which packages for NVIDIA GPUs run on a driver that is made up: Triton's interpreter does what it is
-asked to launch. Called with the driver's library, a folder and names of cases of flambeau.bench.package_bits."""
+"""A process in which packages for NVIDIA GPUs run on a fake driver: Triton's interpreter executes its launches. Called
+with the driver's library, a folder and names of cases of flambeau.bench.package_bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flambeau.targets.cuda.interpreter import _module, argument, interpreted_tri
 from flambeau.targets.cuda.triton_compile import Facts, described, signature
 
 TOLD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, *(ctypes.c_uint,) * 5, ctypes.POINTER(ctypes.c_void_p))
-FUNCTIONS: list[tuple] = []  # those of the package that is loaded
+FUNCTIONS: list[tuple] = []  # of the loaded package
 
 
 @TOLD
@@ -35,7 +35,7 @@ def launch(function: int, x: int, y: int, z: int, threads: int, shared: int, arg
         with np.errstate(all="ignore"):
             getattr(_module(source.text.replace(HOSTED, UNHOSTED)), name)[(x, y, z)](
                 *(argument(v, kind) for v, kind in zip(values, kinds)),
-                *described(source.parts[part], facts).values())  # kernels make their tensor maps themselves
+                *described(source.parts[part], facts).values())  # interpreted kernels make their own tensor maps
     except BaseException:
         traceback.print_exc()
         return 700
@@ -82,7 +82,7 @@ def main(driver: str, folder: str, *names: str) -> None:
         flambeau.load(path, "cuda")
     except PackageError as error:
         print(error, flush=True)
-    print(flambeau.load(path).device)  # the CPU is in the file as well
+    print(flambeau.load(path).device)  # the file contains the CPU target as well
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Packages for devices: OpenCL on PoCL, NVIDIA GPUs on a driver that is made up, Metal's texts by the checker."""
+"""Packages for devices: OpenCL on PoCL, NVIDIA GPUs on a fake driver, Metal sources by the checker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ F = nn.functional
 
 
 class Cached(nn.Module):
-    """A cache of keys that grows, an index that is checked, a view among the results."""
+    """A model with a buffer that it updates, an index that is checked, and a view among the results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def test_one_file_has_several_targets_and_weights_once(cached: tuple[Cached, Pat
     with flambeau.load(path, "cpu") as there, flambeau.load(path, "opencl") as here:
         assert (there.device, here.device) == ("cpu", "opencl")
         at, ids = np.array([0, 3, 1]), np.array([7, 7, 2])
-        for _ in range(2):  # the state of one is not that of the other
+        for _ in range(2):  # each module has its own state
             for a, b in zip(here(at, ids), there(at, ids), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-6)
         total, _ = here(at, ids)
@@ -65,8 +65,8 @@ def test_one_file_has_several_targets_and_weights_once(cached: tuple[Cached, Pat
             here(at, np.array([1, 10, 2]))
         nothing = np.zeros(3, np.int64)
         here.update_weights({"table.weight": np.zeros((10, 8), np.float32)})
-        assert np.array_equal(here(nothing, nothing)[0], total)  # what was wrong did not reach the state
-        assert here(at, ids)[1].strides == (4, 32)  # as the model has it
+        assert np.array_equal(here(nothing, nothing)[0], total)  # the failed call did not change the state
+        assert here(at, ids)[1].strides == (4, 32)  # the model's own strides
         here.update_weights({"cache": np.ones((4, 8), np.float32)})
         assert here(nothing, nothing)[0].tolist() == [4.0] * 8
 
@@ -138,7 +138,7 @@ def test_metal_text_is_checked(cached: tuple[Cached, Path]) -> None:
     sections = {s.kind: bytes(s.data) for s in container.read(cached[1]) if s.name.endswith("metal")}
     code, text = sections[container.DEVICE], sections[container.TEXT]
     kernels = [k.partition(b"\n")[2] for k in text.split(b"// ")[1:]]
-    assert len(kernels) >= 2 and all(k in code for k in kernels)  # those that were checked are those in the file
+    assert len(kernels) >= 2 and all(k in code for k in kernels)  # the kernels that were checked are those in the file
     assert check(text.decode()) == []
 
 

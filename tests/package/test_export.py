@@ -1,4 +1,4 @@
-"""Packages have the bits of the compiler, with any sizes, and hold what they are told to."""
+"""Packages give the compiler's bits at any sizes, and contain what they were asked to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_package_has_the_bits_of_the_compiler(name: str, tmp_path) -> None:
         for n in (5, 8) if shapes else (5,):
             given = args(n)
             for x, dims in zip(given, (shapes or {}).values()):
-                torch._dynamo.mark_dynamic(x, list(dims))  # those sizes are symbols there too
+                torch._dynamo.mark_dynamic(x, list(dims))  # so that these sizes are symbolic for the compiler too
             ours, expected = module.forward(*given), compiled(*given)
             assert type(ours) is type(expected)
             for a, b in zip(leaves(ours), leaves(expected), strict=True):
@@ -36,7 +36,7 @@ def test_package_has_the_bits_of_the_compiler(name: str, tmp_path) -> None:
             arrays = module.forward(*(x.numpy() for x in given))
             for a, b in zip(leaves(arrays), leaves(expected), strict=True):
                 assert isinstance(a, np.ndarray) and np.array_equal(a, b.numpy())
-        for n in (0, 1) if name == "images" else ():  # torch traces with sizes from two on, and promises these
+        for n in (0, 1) if name == "images" else ():  # torch traces with sizes from two on, but promises these
             given = args(n)
             for a, b in zip(leaves(module.forward(*given)), leaves(model(*given)), strict=True):
                 torch.testing.assert_close(a, b)

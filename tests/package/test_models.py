@@ -1,4 +1,4 @@
-"""Whole models in packages, with sizes of the run: the compiler's bits where there is no compiler."""
+"""Whole models in packages, with dynamic sizes, give the compiler's bits without a compiler."""
 
 from __future__ import annotations
 

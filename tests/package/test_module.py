@@ -1,4 +1,4 @@
-"""A loaded package: its methods, what it refuses and how, threads, weights, and damaged files; in Python and in C."""
+"""A loaded package: its methods, its errors, threads, weights, and damaged files; in Python and in C."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Scaled(nn.Module):
 
 
 class Small(nn.Module):
-    """Two methods, a state, an index to check, and a matrix product."""
+    """A model with two methods, a state, an index to check, and a matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_weights_change_at_once(scaled: Path, tmp_path: Path) -> None:
     with pytest.raises(PackageError, match=r"weight 'weight': expected float32 \[64\].*, got float32 \[63\]"):
         module.update_weights({"weight": x[:63]})
     section = next(s for s in container.read(scaled) if s.kind == container.WEIGHTS)
-    (tmp_path / "w.safetensors").write_bytes(section.data)  # the section is a file of that format
+    (tmp_path / "w.safetensors").write_bytes(section.data)  # the section itself has the format of such a file
     module.update_weights(tmp_path / "w.safetensors")
     assert module(x)[0] == 4
 
@@ -186,7 +186,7 @@ def test_a_newer_format_is_refused_by_name(scaled: Path, tmp_path: Path) -> None
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the files were made on x86-64")
 def test_files_of_every_version_are_read() -> None:
     assert MAJOR == 1
-    for minor in range(MINOR + 1):  # a new version brings a file of its own
+    for minor in range(MINOR + 1):  # each new version adds a file
         file = HERE / "fixtures" / f"format-1.{minor}.flam"
         with flambeau.load(file) as module:
             for times in (1, 2):
@@ -229,7 +229,7 @@ def test_server_with_batches_and_new_weights(path: Path, model: Small, tmp_path:
     with pytest.raises(urllib.error.HTTPError, match="400") as refused:
         wrong.result()
     assert b"expected float32" in refused.value.read()
-    # Weights that change under load: an answer is of the old ones or of the new ones.
+    # Weights change during calls: each result is that of the old or of the new weights.
     once = next(bytes(s.data) for s in container.read(path) if s.kind == container.WEIGHTS)
     header = 8 + int.from_bytes(once[:8], "little")
     twice = once[:header] + (2 * np.frombuffer(once[header:], np.float32)).tobytes()
@@ -269,14 +269,14 @@ def test_damaged_and_forged_files_are_refused_in_python(path: Path, tmp_path: Pa
     seed = random.SystemRandom().randrange(1 << 30)
     done = subprocess.run(
         [sys.executable, str(HERE / "damage.py"), str(path), str(count), str(seed), str(runtime)], capture_output=True,
-        text=True, env={**os.environ, "LD_PRELOAD": found,  # Python itself has no leaks to look for
+        text=True, env={**os.environ, "LD_PRELOAD": found,  # leaks are not checked, as Python itself has some
                         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1"})
     assert done.returncode == 0 and done.stdout.startswith(f"{count} files"), (
         f"seed {seed}\n{done.stdout}{done.stderr[-4000:]}")
 
 
 def compiled(tmp_path: Path, *flags: str) -> Path:
-    """The stress test with the runtime's own files."""
+    """Compiles the stress test together with the runtime's sources."""
     if shutil.which("gcc") is None:
         pytest.skip("there is no gcc")
     out = tmp_path / "stress"

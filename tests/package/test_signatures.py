@@ -1,4 +1,4 @@
-"""Signatures of packages: who made a file. Keys are drawn anew."""
+"""Signatures of packages, which show who made a file. The keys are generated for each run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONES = np.ones(8, np.float32)
 
 
 def pair(folder: Path, name: str, key: object = None) -> tuple[Path, Path]:
-    """Files with a private key and its public one."""
+    """The files of a private key and of its public key."""
     one = key or ed25519.Ed25519PrivateKey.generate()
     pem = serialization.Encoding.PEM
     private, public = folder / f"{name}.pem", folder / f"{name}.public.pem"
@@ -52,7 +52,7 @@ def test_a_package_is_verified_with_the_key_that_signed_it(tmp_path: Path) -> No
     with pytest.raises(SignatureError, match="is not signed"):
         flambeau.load(tmp_path / "plain.flam", verify=public)
 
-    # A file that another wrote, with right checksums and our signature.
+    # Another file with correct checksums, but with our signature.
     sections = container.read(path)
     weights = bytearray(sections[1].data)
     weights[-1] ^= 1
@@ -66,7 +66,7 @@ def test_a_package_is_verified_with_the_key_that_signed_it(tmp_path: Path) -> No
         with pytest.raises(SignatureError, match="is not signed"):
             flambeau.load(tmp_path / "changed.flam", verify=public)
 
-    # Weights whose quick checksum would be right: verifying does not rest on it.
+    # Changed weights with a correct quick checksum: verifying does not rely on that.
     data = bytearray(first)
     at = first.index(bytes(container.read(path)[1].data))
     data[at + len(weights) - 1] ^= 1

@@ -1,4 +1,4 @@
-"""Arguments of methods and new weights: where they belong, by order or by name, and what is said of wrong ones."""
+"""Arguments of methods and new weights: matching by order or by name, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 class Nested(nn.Module):
-    """Arguments of all kinds, and two names for one weight."""
+    """A model with arguments of all kinds, and two names for one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Nested(nn.Module):
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> flambeau.Module:
-    # One tensor is all arguments: they are inputs of their own all the same.
+    # One tensor is passed for all arguments: they still become separate inputs.
     path, x, model = tmp_path_factory.mktemp("arguments") / "nested.flam", torch.ones(2), Nested().eval()
     flambeau.export(model, ({"x": x, "y": x}, 3), path, kwargs={"other": x}, debug=False,
                     methods={"scores": (model.scores, (torch.arange(2),))})

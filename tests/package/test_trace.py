@@ -1,5 +1,5 @@
-"""What becomes of models on their way through torch.export: results of any kind, operators that torch takes apart,
-exported programs, and operators that only torch has."""
+"""Models traced by torch.export: results of any kind, operators that torch decomposes, exported programs, and operators
+that only torch has."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_operators_that_torch_takes_apart(numerics: str, tmp_path: Path) -> None
 
     torch.manual_seed(0)
     model, x = Model().eval(), torch.randn(3, 3, 5, 6)
-    if numerics == "eager":  # whose kernels of convolution and normalisation a package does not have
+    if numerics == "eager":  # packages do not contain eager's kernels of convolution and normalisation
         with pytest.raises(UnsupportedError, match=r"aten\.convolution\.default.*native_group_norm"):
             exported(model, (x,), tmp_path, numerics=numerics)
         model.forward = lambda image: (
@@ -134,7 +134,7 @@ def test_an_exported_program_is_a_model(tmp_path: Path) -> None:
 
 def test_bits_of_bfloat16_are_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy has no such dtype; what a package returns may be given to it."""
-    monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)  # a library that has one
+    monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)  # a library with that dtype
     linear = nn.Linear(8, 8).bfloat16()
     with exported(linear, (torch.ones(2, 8, dtype=torch.bfloat16),), tmp_path) as module:
         x = torch.randn(2, 8).bfloat16()
@@ -153,7 +153,7 @@ class Factored(nn.Module):
 
 
 def keeps_checks() -> bool:
-    """Whether torch exports operators without results: 2.11 drops this one."""
+    """Whether torch exports an operator without results: torch 2.11 drops it."""
     program = torch.export.export(Factored(), (torch.eye(3),)).run_decompositions()
     return "_linalg_check_errors" in str(program.graph)
 
@@ -165,7 +165,7 @@ def test_operators_without_a_kernel_are_refused_by_name(tmp_path: Path) -> None:
         exported(Factored(), (torch.eye(3),), tmp_path)
     with pytest.raises(UnsupportedError, match=r"aten\.linalg_qr.*\(in forward, opencl:cpu\)"):
         exported(Factored(), (torch.eye(3),), tmp_path, torch_operators=True, targets=["opencl:cpu"])
-    with pytest.raises(UnsupportedError, match=r"aten\.index\.Tensor"):  # how many there are, nobody knows before
+    with pytest.raises(UnsupportedError, match=r"aten\.index\.Tensor"):  # the number of results depends on data
         exported(lambda x: x[x > 0], (torch.eye(3),), tmp_path, torch_operators=True)
     assert not (tmp_path / "model.flam").exists()
 

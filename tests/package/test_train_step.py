@@ -1,4 +1,4 @@
-"""Train steps in packages: losses and gradients of every parameter as autograd finds them, with sizes of the run."""
+"""Train steps in packages: losses and gradients of all parameters equal autograd's, with dynamic sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F = nn.functional
 
 
 class Classifier(nn.Module):
-    """Normalisation, a product, and a parameter that the loss does not use."""
+    """A model with normalisation, a product, and a parameter that the loss does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Classifier(nn.Module):
 
 
 class Images(nn.Module):
-    """Convolution, and a normalisation whose buffers are states."""
+    """A model with convolution, and with a normalisation whose buffers are states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_autograd(name: str, tmp_path: Path) -> None:
         for n in (4, 7):
             given = args(n)
             *found, gradients = module.step(*given)
-            expected = model.loss(*given)  # also a step of the buffers, as in the package
+            expected = model.loss(*given)  # this also updates the buffers, as the package does
             loss = expected[0] if isinstance(expected, tuple) else expected
             model.zero_grad()
             loss.backward()

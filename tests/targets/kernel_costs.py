@@ -3,14 +3,15 @@
     cost, = costs(kernel, Metal, SHAPE)
     cost.moved / cost.must        # 1.0: each byte that must move does so once
 
-The model. Memory moves lines. The points of a kernel come in the order of its groups; what is touched again is still
-there if what was touched in between fits into a cache (`CACHE`), and is moved again otherwise. Groups that run at once
-(`at_once`) share the cache, and go on at about the same speed. Between passes of a kernel over its rows the cache holds
-rows that are so short that those of all groups fit, and of longer ones what was read last, where a pass goes the other
-way. What work-items hold in registers is read once, and so is what lies in a line that the row itself reads before or
-after it. Data decide where a gather reads: it counts as if each row were read once. What is masked out counts as read.
+The model. Memory moves in lines. The points of a kernel run in the order of its groups. Data that is touched again is
+still cached if everything touched in between fits into the cache (`CACHE`); otherwise it is moved again. Groups that
+run concurrently (`at_once`) share the cache, and advance at about the same speed. Between passes of a kernel over its
+rows the cache keeps rows that are short enough for those of all groups to fit. Of longer rows it keeps the part that
+was read last, which helps a pass in the opposite direction. Values that work-items hold in registers are read once, and
+so are elements in a line that the row itself reads before or after them. The addresses of a gather depend on data: it
+counts as if each row were read once. Masked-out elements count as read.
 
-What must move is each byte once; of a product of matrices, what no order of its steps can do without (`factors`).
+The lower bound moves each byte once; for a matrix product it is what no order of its steps can avoid (`factors`).
 """
 
 from __future__ import annotations
@@ -53,24 +54,24 @@ from flambeau.ir.tuning import POINTS
 LINE = POINTS.line_bytes
 LARGE = 1 << 62
 CACHE = 768 << 10  # bytes: the second level of the smallest of Apple's desktop GPUs
-CORES, CORE_THREADS, CORE_LOCAL = 8, 1024, 32 << 10  # of the smallest; what a core holds at least
-BOUNDS: dict[str, Callable[[int], tuple[int, int]]] = {  # of an index: the first, and behind the last
+CORES, CORE_THREADS, CORE_LOCAL = 8, 1024, 32 << 10  # of the smallest GPU: cores, threads and bytes of a core
+BOUNDS: dict[str, Callable[[int], tuple[int, int]]] = {  # of an index: the first one, and the end
     "lt": lambda n: (0, n), "le": lambda n: (0, n + 1), "ge": lambda n: (n, LARGE), "gt": lambda n: (n + 1, LARGE),
     "eq": lambda n: (n, n + 1)}
-UNKNOWN = 1 << 10  # elements: a size that nothing is known of
+UNKNOWN = 1 << 10  # elements: stands for an unknown size
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one launch."""
+    """The cost of one launch."""
 
-    must: int  # bytes: each that is read or written, once
+    must: int  # bytes: the lower bound, with each byte read or written once
     moved: int  # bytes
-    passes: int  # over what is read the most often
+    passes: int  # over the data that is read most often
     groups: int
-    threads: int  # of a group
+    threads: int  # per group
     local: int  # bytes of memory that a group shares
-    alone: int  # elements that one work-item reduces, at most, while no other helps it
+    alone: int  # the most elements that one work-item reduces serially
 
     @property
     def ratio(self) -> float:
@@ -78,7 +79,7 @@ class Cost:
 
     @property
     def occupancy(self) -> float:
-        """Of the threads that a core holds at once, as far as shared memory allows."""
+        """The share of a core's threads that its shared memory allows to be resident."""
         return min(1.0, (CORE_LOCAL // max(self.local, 1)) * self.threads / CORE_THREADS)
 
     def __str__(self) -> str:
@@ -87,12 +88,13 @@ class Cost:
 
 
 def program_costs(program: Program, language: type[SimtDialect], shape: Shape) -> Iterator[tuple[Kernel, Cost]]:
-    """Of all launches. What a kernel writes for nobody but itself need not move."""
+    """The kernels of a program with the costs of all their launches. Buffers that only their own kernel reads need not
+    move."""
     read = Counter(name for step in program.steps for name in buffers_read(step))
     for step in program.steps:
         if isinstance(step, Launch) and not isinstance(
                 kernel := program.kernels[step.kernel], (AttentionKernel, TableKernel)):
-            # Launches of one kernel have buffers of their own: the names in the kernel are those of the first.
+            # Several launches may share a kernel; its parameters have the names of the first launch's buffers.
             own = {p.name for p, name in zip(kernel.params, step.args, strict=True)
                    if program.places[name].place == "arena" and read[name] == 1}
             for cost in costs(kernel, language, shape, own):
@@ -100,7 +102,7 @@ def program_costs(program: Program, language: type[SimtDialect], shape: Shape) -
 
 
 def costs(kernel: Kernel, language: type[SimtDialect], shape: Shape, own: Collection[str] = ()) -> list[Cost]:
-    """Of the launches of a kernel, which alone uses some of its buffers."""
+    """The costs of a kernel's launches. `own`: the buffers that no other kernel uses."""
     drafts = write_points(language(), kernel, shape)
     typical = dict(getattr(kernel, "typical", ()))
     out = []
@@ -112,29 +114,30 @@ def costs(kernel: Kernel, language: type[SimtDialect], shape: Shape, own: Collec
 
 @dataclass(frozen=True)
 class Access:
-    """A place that is read or written at every point of some loops."""
+    """An address that is read or written at every point of some loops."""
 
     name: str
     itemsize: int
     at: Index
-    ends: bool = False  # comes once for an outer point, when its inner ones are done
-    rounds: tuple[tuple[Sym, int], ...] = ()  # loops of which a mask allows so many rounds
+    ends: bool = False  # accessed once per outer point, after its inner points
+    rounds: tuple[tuple[Sym, int], ...] = ()  # loops that a mask restricts, with their allowed iterations
 
     def touches(self, loops: Iterable[Sym]) -> int:
-        """Bytes of the lines that it touches while these go round and the others stand still."""
+        """Bytes of the lines that the access touches while these loops run and the others stand still."""
         mine = [s for s in loops if s in self.at.symbols()]
         bytes, most = reached(self.at, mine, lambda s: s.size.const) * self.step(mine), extent(self.at, mine)
         return bytes if most is None else max(self.itemsize, min(bytes, most * self.itemsize))
 
     def step(self, loops: Sequence[Sym]) -> int:
-        """Bytes that each of their points touches beside those of the last."""
+        """Bytes that each point of these loops touches in addition to the previous point."""
         near = [abs(c.const) for s in loops if (c := linear(self.at, s))]
         nowhere = any(isinstance(a, Dyn) for a in self.at.atoms())
         stride = min(near, default=LINE if nowhere else 1) * self.itemsize
         return max(self.itemsize, min(stride, LINE))
 
     def is_beside(self, other: Access, around: Iterable[Sym]) -> bool:
-        """Whether both move alike when these loops go round, and the other goes past this one, or to its line."""
+        """Whether both accesses move equally with these loops, and the other one covers this one or reaches its
+        line."""
         if any(self.at.coefficient(s) is not other.at.coefficient(s) for s in around) or places(self.at) != \
                 places(other.at):
             return False
@@ -143,7 +146,7 @@ class Access:
         return lo is not None and hi is not None and lo < near and hi > -near
 
     def apart(self, other: Access) -> float:
-        """How much of it the other does not touch."""
+        """The share of this access that the other one does not touch."""
         left, whole = other.at - self.at, 1.0
         if not left.is_const:
             return 0.0
@@ -157,13 +160,13 @@ class Access:
 
 
 def linear(at: Index, s: Sym) -> Index | None:
-    """How far a step of this loop goes, if it does and that is always as far."""
+    """The stride of an address in this loop; None if it is zero or not constant."""
     c = at.coefficient(s)
     return c if c is not None and c.is_const and c.const else None
 
 
 def places(at: Index) -> set[Dyn]:
-    """What data decide of it."""
+    """The parts of an address that depend on data."""
     return {a for a in at.atoms() if isinstance(a, Dyn)}
 
 
@@ -172,7 +175,7 @@ class Model:
         self.k, self.w, self.typical, self.own = kernel, draft.writer, typical, own
         self.group = draft.group
         self.groups = -(-self.about(draft.items if isinstance(draft.items, Index) else as_index(1)) // draft.group)
-        self.given = {e.attr[0] for e in loads(*kernel.everything())}  # what it reads that it did not write itself
+        self.given = {e.attr[0] for e in loads(*kernel.everything())}  # buffers that it reads and did not write itself
         self.itemsizes = {p.name: p.dtype.itemsize for p in kernel.params}
         self.mapping: dict[Sym, Index] = {s: as_index(n) for s, n in typical.items()}
         order = self.order()
@@ -182,19 +185,19 @@ class Model:
                         if isinstance(kernel, ContractKernel) else ())}
         self.inner_loops = {s for s, (v, _, _) in zip(made, order, strict=True) if v in self.inner}
         self.outer = [s for s, (_, _, inside) in zip(made, order, strict=True)
-                      if s in self.loops and not inside and s not in self.inner_loops]  # those of groups
+                      if s in self.loops and not inside and s not in self.inner_loops]  # the loops over groups
         self.windows = {v: self.window(v, hi - lo) for e in walk(*kernel.everything()) if e.op == "fold"
                         for v, lo, hi in e.attr.loops}
 
     # ---- loops, from the slowest to the fastest ----------------------------------------------------------
 
     def order(self) -> list[tuple[Sym, int, bool]]:
-        """(variable, points at once, whether these are what is counted)."""
+        """The loops as (variable, points per step, whether the loop counts the points inside a step)."""
         k, w = self.k, self.w
         if isinstance(k, ContractKernel):
             assert isinstance(w, Tiles)
             k = w.k
-            # Groups that run at once are a part of a band, and go through the depth together.
+            # Groups that run concurrently are a part of a band, and go through the depth together.
             sides = [*self.spread(k.rows, w.tile * w.band), *self.spread(k.columns, w.tile * (w.at_once // w.band))]
             side_by_side = self.spread(w.bands.outer, w.bands.rows) if w.bands else []
             rest = [(v, 1) for v in k.batch if v not in dict(side_by_side)]
@@ -211,7 +214,7 @@ class Model:
             along = [(v, 1, False) for v in (k.inner if isinstance(k, LoopKernel) else
                                              (k.axis,) if isinstance(k, ScanKernel) else ())]
             beside = [(v, n, True) for v, n in rows]
-            # Groups that run at once go through their rows or columns together.
+            # Groups that run concurrently go through their rows or columns together.
             together = isinstance(w, RowLoops) and w.bands.rows <= CORES * CORE_THREADS // self.group
             within = [*along, *beside] if together else [*beside, *along]
             return [*((v, n, False) for v, n in (*rows, *row)), *within, *((v, n, True) for v, n in row)]
@@ -220,17 +223,17 @@ class Model:
         inner = k.inner if isinstance(k, LoopKernel) else (k.axis,)
         if isinstance(w, RowLoops) and not isinstance(w, ColumnLoops) or not k.outer:
             return [(v, 1, False) for v in (*k.outer, *inner)]
-        # Neighbours go through their inner points side by side.
+        # Neighbouring work-items go through their inner points in step.
         wide = w.wide if isinstance(w, ColumnLoops | ColumnScan) else \
             w.group if isinstance(w, PointLoops | PointScan) else 1
         last = self.spread([w.column] if isinstance(w, ColumnScan) else k.outer, wide)
-        if isinstance(w, ColumnScan) and not w.others_first:  # groups that run at once go through columns together
+        if isinstance(w, ColumnScan) and not w.others_first:  # concurrent groups go through columns together
             last = [*last, *self.spread(w.others, POINTS.groups)]
         return [*((v, 1, False) for v in k.outer if v not in dict(last)), *((v, n, False) for v, n in last),
                 *((v, 1, False) for v in inner), *((v, n, True) for v, n in last)]
 
     def spread(self, vars: Sequence[Sym], points: int) -> list[tuple[Sym, int]]:
-        """So many points of some variables, the last ones first."""
+        """Distributes a number of points over variables, beginning with the last one."""
         out = []
         for v in reversed(vars):
             out.append((v, max(1, min(points, self.about(v.size)))))
@@ -241,7 +244,7 @@ class Model:
         v, at_once, inside = order
         size = self.about(v.size)
         rounds = max(-(-size // max(1, min(at_once, size))), 1)
-        at_once = max(-(-size // rounds), 1)  # as if the last ones were no fewer than the others
+        at_once = max(-(-size // rounds), 1)  # as if the last step were as large as the others
         s = Sym(f"L{number}", at_once if inside else rounds)
         here = as_index(s) * (1 if inside else at_once) if s.size.const > 1 else ZERO
         self.mapping[v] = self.mapping.get(v, ZERO) + here
@@ -251,29 +254,29 @@ class Model:
         return about(size, self.typical, UNKNOWN)
 
     def window(self, v: Sym, length: Index) -> int:
-        """How many places a window has, at a point in the middle."""
+        """The number of elements of a window, at a point in the middle."""
         middle = {s: as_index(s.size.const // 2) for s in self.loops}
         length = length.subs(self.mapping).subs(middle)
         return length.const if length.is_const else UNKNOWN if v.hi is None else v.hi + 1
 
     def access(self, name: str, at: Index, ends: bool = False) -> Access:
-        for s in at.symbols():  # the places in a window
+        for s in at.symbols():  # the loops over a window
             if s not in self.mapping:
                 self.mapping[s] = as_index(Sym(f"W{len(self.mapping)}", self.windows.get(s, UNKNOWN)))
         return Access(name, self.itemsizes[name], at.subs(self.mapping), ends)
 
     def around(self, a: Access) -> list[Sym]:
-        """The loops, with those of windows innermost."""
+        """All loops of an access, with those over windows innermost."""
         return [*self.loops, *sorted(a.at.symbols() - set(self.loops), key=lambda s: s.name)]
 
     # ---- memory --------------------------------------------------------------------------------------------
 
     def reads(self) -> Iterator[tuple[list[Access], float]]:
-        """What is read in each pass over the points, and how much of it."""
+        """The reads of each pass over the points, and the share of them that is made."""
         k, w = self.k, self.w
         if isinstance(k, ContractKernel):
             yield self.accesses(loads(k.left, k.right)), 1.0
-            yield self.accesses(loads(*exprs_of(k.items)), ends=True), 1.0  # once the factors are done with
+            yield self.accesses(loads(*exprs_of(k.items)), ends=True), 1.0  # after the last of the factors
             return
         if not isinstance(k, LoopKernel):
             exprs = k.everything() if not isinstance(k, ScatterKernel) else \
@@ -282,12 +285,12 @@ class Model:
             return
         held = w.held if isinstance(w, RowLoops) else []
         yield self.accesses([*held, *loads(*(k.bounds or ()))]), 1.0
-        # Of a row that registers do not hold, each pass but the first reads what lies beyond their part.
+        # If registers hold only a part of a row, each pass after the first reads the rest again.
         beyond = max(0.0, 1 - w.at_once() / max(self.about(volume(k.inner)), 1)) if isinstance(w, RowLoops) else 1.0
         before, stored, made = set[Expr](), dict(k.stores), set[Expr]()
         for stage in k.stages:
             found = loads(*exprs_of(stage))
-            # What only values need that registers hold is read for the other elements alone, as what they hold itself.
+            # Inputs of values that registers hold, like those values, are read only for the elements beyond them.
             need = {*outside(exprs_of(stage), made)}
             spared = {*held} | {e for e in found if e not in need}
             along = [e for e in found if e.attr[1][0].symbols() & {*k.inner}]
@@ -301,7 +304,7 @@ class Model:
             before.update(found)
 
     def still_there(self, stage: Sequence[Item], again: Sequence[Access]) -> float:
-        """How much of a row a stage finds in a cache, as it goes through it from its end on."""
+        """The share of a row that a stage finds in the cache, because it runs from the row's end to its start."""
         k, w = self.k, self.w
         if not isinstance(k, LoopKernel) or not isinstance(w, RowLoops) or k.bounds is not None or \
                 stage is k.stages[0] or reductions_of(stage):
@@ -313,11 +316,12 @@ class Model:
 
     @cached_property
     def at_once(self) -> int:
-        """Groups that run at once."""
+        """The number of groups that run concurrently."""
         return min(self.groups, max(POINTS.groups, CORES * CORE_THREADS // self.group))
 
     def not_just_read(self, found: Sequence[Access], rows: Sequence[Access]) -> list[Access]:
-        """Without what lies in or beside the rows that a group reads at that time, if a cache holds those."""
+        """The accesses without those in, or in a line next to, the rows that a group reads then, if the cache holds
+        these rows."""
         if self.of_a_group(rows) * self.at_once > CACHE:
             return [*found]
         return [a for a in found if not any(a.name == b.name and a.is_beside(b, self.outer) for b in rows)]
@@ -330,7 +334,7 @@ class Model:
                 for a, of in masks.items()]
 
     def rounds(self, e: Expr) -> Iterator[tuple[Sym, int]]:
-        """The loops of which a read's mask, a bound on their variable, allows some rounds alone."""
+        """The loops that a read's mask restricts by a bound on their variable, with the allowed iterations."""
         for s in self.loops if e.args else ():
             v = next(v for v, at in self.mapping.items() if s in at.symbols())
             lo, hi = 0, s.size.const
@@ -349,7 +353,7 @@ class Model:
         return [([*every], 1.0)] if len(found) > 1 and held else found
 
     def of_a_group(self, found: Iterable[Access]) -> int:
-        """Bytes of all that a group touches."""
+        """Bytes of everything that a group touches."""
         return sum(a.touches(s for s in self.around(a) if s not in self.outer) for a in found)
 
     @cached_property
@@ -360,7 +364,7 @@ class Model:
         return [self.access(name, at, self.inner.isdisjoint(at.symbols())) for name, at in k.stores]
 
     def joins(self) -> list[Access]:
-        """What is written only after it was read: elements of a scatter that others may meet in."""
+        """The writes that first read the old value: those of a scatter that combines values."""
         k = self.k
         meet = isinstance(k, ScatterKernel) and not isinstance(self.w, PointStart) and k.mode != "set"
         return self.writes if meet else []
@@ -374,9 +378,9 @@ class Model:
             self.once(a for a in every if a.ends)
 
     def factors(self) -> int:
-        """No order of products reads less of its factors, with a cache of so many elements (Hong and Kung, 1981; with
-        these constants Smith and van de Geijn, 2017). Where windows overlap, an element is in so many more products
-        (Demmel and Dinh, 2018)."""
+        """The bytes of the factors that any order of a matrix product must read with this cache (Hong and Kung, 1981;
+        with these constants Smith and van de Geijn, 2017). Where windows overlap, an element takes part in
+        correspondingly more products (Demmel and Dinh, 2018)."""
         assert isinstance(k := self.k, ContractKernel)
         size = k.left.dtype.itemsize
         products = prod(self.about(volume(v)) for v in (k.batch, k.rows, k.columns, k.depth))
@@ -384,7 +388,7 @@ class Model:
         return int(2 * products * size / float(CACHE / size * windows) ** 0.5) - 2 * CACHE
 
     def overlap(self, at: Index) -> float:
-        """In how many windows an element is, about."""
+        """The approximate number of windows that an element is in."""
         assert isinstance(self.k, ContractKernel)
         straight = [v for v in (*self.k.batch, *self.k.rows, *self.k.columns, *self.k.depth)
                     if (c := at.coefficient(v)) is not None and c.is_const and c.const]
@@ -392,7 +396,7 @@ class Model:
         return max(1.0, prod(sizes.values()) / max(reached(at, straight, lambda v: sizes[v]), 1))
 
     def once(self, found: Iterable[Access]) -> int:
-        """Bytes of all that is touched, each once."""
+        """Bytes of everything that these accesses touch, each counted once."""
         alike: dict[str, list[Access]] = {}
         for a in found:
             alike.setdefault(a.name, []).append(a)
@@ -406,29 +410,29 @@ class Model:
 
     def moved(self) -> int:
         *_, (last, _) = [((), 1.0), *self.every_read]
-        written = [a for a in self.writes if not a.ends]  # what comes at the end of a row takes no room before
+        written = [a for a in self.writes if not a.ends]  # writes at the end of a row take no room before it
         reads = sum(round(self.traffic(r, written) * share) for r, share in self.every_read)
         return reads + self.traffic(self.joins()) + self.traffic(self.writes, last)
 
     def traffic(self, found: Sequence[Access], beside: Sequence[Access] = ()) -> int:
-        """Bytes of one pass: what is touched again after more than the cache holds is moved again. What is moved
-        `beside` it takes room there, too."""
+        """Bytes that one pass moves: data is moved again if more than the cache holds was touched in between. The
+        accesses `beside` take room in the cache, too."""
         total, around = 0.0, self.uncached([*found, *beside])
         seen: dict[tuple[str, tuple[Index | None, ...]], list[Access]] = {}
         for a in sorted(found, key=lambda a: -a.touches(self.around(a))):
-            # Those that stay side by side from round to round share their lines, whatever they do in the cache.
+            # Accesses that keep their distance in every iteration share their lines, whatever the cache holds.
             beside = seen.setdefault((a.name, tuple(map(a.at.coefficient, around))), [])
             total += a.touches(self.around(a)) * self.times(a, around) * min((a.apart(b) for b in beside), default=1.0)
             beside.append(a)
         return round(total)
 
     def uncached(self, found: Sequence[Access]) -> list[Sym]:
-        """The loops, from the slowest on, that touch more than the cache holds. A round of the last of them fits."""
+        """The outermost loops that touch more than the cache holds. One iteration of the last of them fits."""
         return next(self.loops[:k] for k in range(len(self.loops) + 1)
                     if sum(b.touches(self.around(b)[k:]) for b in found) <= CACHE or k == len(self.loops))
 
     def times(self, a: Access, uncached: Sequence[Sym]) -> float:
-        """How often what an access touches is moved."""
+        """The number of times that the data of an access is moved."""
         times = 1.0
         for k, s in enumerate(uncached[:-1]):
             c = a.at.coefficient(s)
@@ -437,7 +441,7 @@ class Model:
                 times *= 1 if a.ends and s in self.inner_loops else rounds
             elif c is not None and c.is_const and abs(c.const) * a.itemsize < LINE:
                 near = min((abs(d.const) for x in self.around(a)[k + 1:] if (d := linear(a.at, x))), default=LINE)
-                if near > abs(c.const):  # the rest of a line is for later rounds
+                if near > abs(c.const):  # later iterations use the rest of a line
                     times *= min(s.size.const, LINE // (abs(c.const) * a.itemsize))
         return times
 

@@ -1,4 +1,4 @@
-"""What the kernels of the suites cost on an Apple GPU, by the static model (kernel_costs.py). Nothing is run.
+"""Estimates the cost of the suites' kernels on an Apple GPU by the static model (kernel_costs.py). Nothing is run.
 
     PYTHONPATH=tests python -m targets.metal_costs --cases 300 --json results/metal-costs.json
 """
@@ -28,7 +28,7 @@ from flambeau.schedule.plan import schedule
 from flambeau.torch_compat.aot import min_cut_rematerialization_partition
 from targets.kernel_costs import program_costs
 
-MOST, SERIAL = 1.5, 64  # times the bytes that must move; elements that one work-item reduces alone
+MOST, SERIAL = 1.5, 64  # multiple of the bytes that must move; elements that one work-item reduces serially
 Programs = list[tuple[str, Program]]
 
 
@@ -53,7 +53,7 @@ def programs(name: str, run: Callable[[Callable[..., Any]], Any]) -> Programs:
 
 
 def cliffs(seed: int) -> Programs:
-    """A random case of the size that GPUs have to deal with."""
+    """The programs of a random case of the benchmark `cliffs`, in sizes for GPUs."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         case = draw(seed, "cuda")
 
@@ -68,7 +68,7 @@ def cliffs(seed: int) -> Programs:
 
 
 def models(name: str, size: str = "tiny") -> Programs:
-    """A training step of a model of the bench."""
+    """The programs of a training step of a model of the benchmarks."""
     model = SUITE[name]
     config = {k: n for k, n in model.sizes[size].items() if k != "batch"}
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, make in todo:
         try:
             rows.append(row(name, make()))
-        except Exception as error:  # torch cannot trace it without data
+        except Exception as error:  # torch cannot trace a case without data
             rows.append({**row(name, []), "untraced": str(error)[:200]})
         for line in rows[-1]["beyond"]:
             print(name, line, flush=True)

@@ -1,9 +1,9 @@
-"""Faults planted into Metal texts, one at a time: does the checker or the emulator find each of them?
+"""Plants faults into Metal sources, one at a time, and tests whether the checker or the emulator finds them.
 
     PYTHONPATH=tests python -m targets.metal_mutants --json results/metal-faults.json     # 60 of each kind, by a seed
 
-A text is run with several inputs: sizes that its groups divide and sizes that they do not, memory where wide accesses
-may begin and one element behind, values whose extremes lie at the edges, values many of which are equal.
+A source is run with several inputs: sizes that its groups divide and sizes that they do not, memory that is aligned for
+wide accesses and memory one element further, values whose extremes lie at the edges, values many of which are equal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Draw: TypeAlias = Callable[[], Inputs]
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """Far from zero, so that every rounding matters; the extremes of lines lie at their ends, and of some of them
+    """Values far from zero, so that every rounding matters. The extremes of most lines lie at their ends, those of some
     anywhere."""
     x = torch.randn(shape) + 1000
     for d in range(x.ndim):
@@ -49,15 +49,15 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def whole(*shape: int) -> torch.Tensor:
-    """Integers: their sums have one result, in whatever order. None is 0, and the last is not 1: each shows in sums and
-    in products."""
+    """Integers, whose sums do not depend on the order. None is 0, and the last is not 1, so that each one affects sums
+    and products."""
     x = torch.randint(1, 4, shape).float()
     x.view(-1)[-1] = 3
     return x
 
 
 def bytes_with_ends(*shape: int) -> torch.Tensor:
-    """The largest are the first and the last."""
+    """Bytes of which the first and the last are the largest."""
     x = torch.randint(-90, 90, shape, dtype=torch.int8)
     x.view(-1)[0] = x.view(-1)[-1] = 100
     return x
@@ -88,7 +88,7 @@ def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.var(1), x.argmax(1)
 
 
-# What is computed, on which inputs, and whether one text serves them all.
+# The programs: function, inputs, and whether one source serves all inputs.
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Draw, ...], bool]] = {
     "softmax of rows": (softmax, (lambda: (numbers(5, 302),), lambda: (numbers(4, 1024),)), False),
     "softmax of long rows": (softmax, (lambda: (numbers(3, 70001),), lambda: (numbers(2, 69632),)), False),
@@ -130,7 +130,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Draw, ...], bool]] = {
                     lambda: (places(64, 50), numbers(50, 64), torch.tensor([0, 13, 32, 51]))), False),
 }
 
-# A kind of fault: what is looked for, and what stands there instead.
+# The kinds of faults: patterns to look for, and their replacements.
 KINDS: dict[str, tuple[tuple[str, str], ...]] = {
     "dropped barrier": ((r"threadgroup_barrier\([^;]*\);", ";"),
                         (r"mem_flags::mem_(threadgroup|device)", "mem_flags::mem_none")),
@@ -156,7 +156,7 @@ KINDS: dict[str, tuple[tuple[str, str], ...]] = {
 @dataclass(frozen=True)
 class Mutant:
     program: str
-    shape: int  # of the program's inputs
+    shape: int  # position of the program's inputs
     kernel: int
     kind: str
     text: str
@@ -169,7 +169,7 @@ class Mutant:
 
 @cache
 def made(program: str, shape: int) -> tuple[Any, tuple[Inputs, ...], list[torch.Tensor]]:
-    """The compiled graph, its inputs, and what it gives."""
+    """The compiled graph of a program, its inputs, and its results."""
     seen: list[Any] = []
     f, draws, any_size = PROGRAMS[program]
     torch.manual_seed(0)
@@ -186,17 +186,17 @@ def made(program: str, shape: int) -> tuple[Any, tuple[Inputs, ...], list[torch.
 
 
 def beside(t: torch.Tensor) -> torch.Tensor:
-    """The same values one element behind where wide accesses may begin."""
+    """The same values, one element after an address that is aligned for wide accesses."""
     return torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
 
 
 def coarse(t: torch.Tensor) -> torch.Tensor:
-    """Values of which many are equal, so that ties are decided."""
+    """Rounds values so that many are equal, and ties must be decided."""
     return (t / 100).round() * 100 if t.dtype is torch.float32 and t.abs().max() > 100 else t
 
 
 def backward(t: torch.Tensor) -> torch.Tensor:
-    """Values from the last to the first; lists of places stay as they are."""
+    """Reverses the values; lists of indices stay unchanged."""
     return t.flip([*range(t.ndim)]) if t.ndim > 1 or t.is_floating_point() else t
 
 
@@ -206,7 +206,7 @@ def run(graph: Any, texts: list[Any], every: tuple[Inputs, ...]) -> list[torch.T
 
 
 def arguments(graph: Any, inputs: Inputs) -> list[Any]:
-    """In the order of the capture, which has them as they are used; and sizes of the run before their tensors."""
+    """The inputs in the order of the captured graph, which is that of their use, with its symbolic sizes among them."""
     nodes = [n.meta["val"] for n in graph.gm.graph.nodes if n.op == "placeholder"]
     left, given, sizes = list(inputs), {}, {}
     for k, val in enumerate(nodes):
@@ -226,7 +226,7 @@ def every_text() -> Iterator[tuple[str, int, int, str]]:
 
 @cache
 def candidates(kind: str) -> list[Mutant]:
-    """All places of all texts."""
+    """All mutants of a kind, from all places in all sources."""
     out = {}
     for program, shape, k, text in every_text():
         for pattern, new in KINDS[kind]:
@@ -246,7 +246,7 @@ def drawn(kind: str, count: int, seed: int) -> list[Mutant]:
 
 
 def caught(m: Mutant) -> str:
-    """By what; nothing if it was not."""
+    """The problem by which a mutant was found; empty if it was not found."""
     if problems := check(m.text):
         return f"checker: {problems[0]}"
     graph, inputs, wanted = made(m.program, m.shape)
@@ -260,14 +260,14 @@ def caught(m: Mutant) -> str:
 
 
 def changes_nothing(m: Mutant) -> bool:
-    """Whether no thread has another value at the changed place, in any of the runs; where a text is of one size, whose
-    threads decide by their numbers alone, no fault was planted then."""
+    """Whether the change affects no thread's value in any of the runs. If a source is for one size, and its threads
+    decide only by their numbers, then the change is no fault."""
     return bool(m.probe) and caught(replace(m, text=m.probe)) == ""
 
 
 def probe(text: str, start: int, end: int, new: str) -> str:
-    """The text before a change, with an access far outside of a buffer where a comparison would have another value, or
-    where another place of memory would be reached; nothing for other changes."""
+    """The original source, with an access far outside of a buffer wherever the change would give a comparison another
+    value, or reach another address. Empty for other changes."""
     old, trap = text[start:end], "p0[-1000000000]"
     if old.strip() in ("<", "<="):
         left, right = start - len(operand(text[:start][::-1], ")]", "([")), end + len(operand(text[end:], "([", ")]"))
@@ -277,7 +277,7 @@ def probe(text: str, start: int, end: int, new: str) -> str:
 
 
 def operand(text: str, opens: str, closes: str) -> str:
-    """What belongs to one side of a comparison."""
+    """The part of a source line that belongs to one side of a comparison."""
     depth = 0
     for k, c in enumerate(text):
         depth += (c in opens) - (c in closes)

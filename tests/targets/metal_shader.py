@@ -1,4 +1,4 @@
-"""`torch.mps.compile_shader` for tensors of the CPU: any Metal text, compiled by g++ and run under the emulator's eyes.
+"""`torch.mps.compile_shader` for tensors on the CPU: compiles any Metal source with g++ and runs it in the emulator.
 
     library = compile_shader(text)
     library.add(x, y, out, threads=[256], group_size=[64])
@@ -23,7 +23,7 @@ from flambeau.targets.metal.emulator.target import instrumented, raised
 
 
 class Library:
-    """The kernels of a text are its attributes."""
+    """A compiled source, with its kernels as attributes."""
 
     def __init__(self, text: str) -> None:
         lines = [with_arrays(text)]
@@ -61,7 +61,7 @@ def launch(call: Any, function: Function, args: Sequence[Any], threads: int, gro
     kinds = [kind for kind, what, _ in function.arguments if what == "buffer"]
     tensors, reads = [], []
     for a, kind in zip(args, kinds, strict=True):
-        many = isinstance(a, list) and isinstance(a[0], torch.Tensor)  # addresses that share a buffer
+        many = isinstance(a, list) and isinstance(a[0], torch.Tensor)  # several tensors as addresses in one buffer
         tensors += a if many else [a if isinstance(a, torch.Tensor) else torch.tensor(a)]
         reads += [not many and kind.startswith(("constant", "device const", "const"))] * (len(a) if many else 1)
     buffers = (Buffer * (len(tensors) + 1))()

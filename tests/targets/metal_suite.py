@@ -1,9 +1,9 @@
-"""Every graph that the tests compile, on whatever target, as Metal texts too: each goes through the checker.
+"""Renders every graph that the tests compile, for any target, as Metal sources too, and checks each source.
 
     PYTHONPATH=tests python -m pytest -p targets.metal_suite --metal-json results/metal-texts.json tests/ops
 
-Runs add up, as long as the file lies there: it counts texts, of which no two are equal. A plug-in, not a test: it asks
-the suite for its graphs, whatever that is at the time.
+Runs add to the file, if it exists: it counts distinct sources. This is a plug-in, not a test: it takes its graphs from
+whichever tests are run.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""PyTorch's operator database and the models of the bench through Metal kernels: run by the emulator, looked through by
+"""PyTorch's operator database and the models of the benchmarks through Metal kernels: run by the emulator, inspected by
 the checker.
 
     PYTHONPATH=tests python -m targets.metal_sweep --json results/metal-operators.json
 
-Beside each entry stand what OpenCL leaves to ATen of the same graphs, and what the worst of its kernels costs by the
-static model. Rows of this commit that the file has are kept, and with --keep those of others with the same kernels;
-what failed is run again. After the models and the named operators, entries come in random
-order: a sweep that was stopped is a random sample.
+Each entry also has the operators that OpenCL leaves to ATen in the same graphs, and the cost of its worst kernel by the
+static model. The file's rows of this commit are kept, and with --keep those of other commits with the same kernels;
+failed ones are run again. After the models and the named operators, entries come in random order, so that an
+interrupted sweep is a random sample.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from test_opinfo_metal import DTYPES, NAMED
 
 @contextmanager
 def observed(row: dict[str, Any], checked: dict[str, list[str]]) -> Iterator[list[pipeline.Compiled]]:
-    """Graphs that are compiled inside. At the end the row has what became of them, and how long it took."""
+    """Collects the graphs that are compiled inside the block. At its end, adds their check results, costs and time to
+    the row."""
     graphs: list[pipeline.Compiled] = []
     pipeline.OBSERVERS.append(graphs.append)
     start = time.perf_counter()
@@ -57,7 +58,7 @@ def observed(row: dict[str, Any], checked: dict[str, list[str]]) -> Iterator[lis
 
 
 def entry(name: str, dtype: torch.dtype, limit: int, checked: dict[str, list[str]]) -> dict[str, Any]:
-    """One row: what was run, what ATen computed of it, what is wrong."""
+    """The row of an operator: the samples that were run, the operators left to ATen, and the failures."""
     row: dict[str, Any] = {"op": name, "dtype": str(dtype)[6:]}
     with observed(row, checked) as graphs:
         report = check_opinfo(name, dtype, limit=limit)
@@ -67,7 +68,7 @@ def entry(name: str, dtype: torch.dtype, limit: int, checked: dict[str, list[str
 
 
 def model(name: str, checked: dict[str, list[str]]) -> dict[str, Any]:
-    """Losses of three training steps, beside eager's."""
+    """The row of a model: the losses of three training steps, with eager's."""
     row: dict[str, Any] = {"model": name, "eager": losses(name, "cpu", False)}
     with observed(row, checked):
         row["losses"] = losses(name, "cpu", True, target="metal-emulator")
@@ -93,7 +94,7 @@ def summary(rows: list[dict[str, Any]], entries: Sequence[tuple[str, torch.dtype
 
 
 def kept(path: Path, commits: Collection[str]) -> list[dict[str, Any]]:
-    """Rows of earlier runs at these commits, but for those that failed."""
+    """The rows of earlier runs at these commits that did not fail."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return [r for r in rows if r["commit"] in commits and not r["failures"] and not r["refused"]]
 

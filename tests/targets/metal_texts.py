@@ -1,4 +1,4 @@
-"""Every Metal text that is written while a test runs, looked through by the checker."""
+"""Checks every Metal source that is rendered while a test runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _known: set[str] = set()
 
 @contextmanager
 def texts_checked() -> Iterator[list[str]]:
-    """Inside, texts are collected; at the end, each that is new has no problems."""
+    """Collects the sources rendered inside the block; at its end, checks that each new one has no problems."""
     texts: list[str] = []
     observe = lambda made: texts.extend(t.text for t in made.texts)  # noqa: E731
     pipeline.OBSERVERS.append(observe)

@@ -1,4 +1,4 @@
-"""Background threads: no more of them than a pool may have, whoever submits."""
+"""Background threads: a pool never has more threads than its limit, whichever thread submits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flambeau.targets.background import Pool
 
 
 class Slow(int):
-    """A number that takes a moment to be compared: whoever asks for it in between sees the same as those before."""
+    """A number whose comparison takes a moment, so that other threads can decide on the same state meanwhile."""
 
     def __gt__(self, other: int) -> bool:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The cache on disk: what it returns is what was put in, or nothing."""
+"""The cache on disk: it returns exactly what was put in, or nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def temporaries(root: Path) -> list[Path]:
-    """What is left in the folders of processes, those of this one apart."""
+    """The files left in the temporary folders of processes."""
     return [path for folder in (root / "tmp").glob("*") for path in folder.iterdir()]
 
 
@@ -102,7 +102,7 @@ def test_a_key_is_a_hash(root: Path, name: str) -> None:
 
 
 def above(root: Path, mode: int) -> Path:
-    """A cache in a folder of that mode."""
+    """A cache inside a folder with this mode."""
     root.mkdir()
     root.chmod(mode)
     return root / "cache"
@@ -221,7 +221,7 @@ def test_what_is_made_on_the_way_is_for_its_owner_alone(root: Path) -> None:
 
 
 def assert_private(cache: DiskCache, caught: list[warnings.WarningMessage]) -> None:
-    """The cache works, outside its root, and said so once."""
+    """Checks that the cache works outside its root, after one warning."""
     path = cache.put(key(2), b"two", ".so")
     assert path is not None and cache.root not in path.parents
     assert cache.get(key(2), ".so") == path and cache.read(key(2), ".so") == b"two"
@@ -240,7 +240,8 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def refuse(root: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make new files under root fail, as on a full or read-only disk (where permissions do not stop root)."""
+    """Makes the creation of files under a folder fail, as on a full or read-only disk. Permissions would not stop the
+    root user."""
 
     def failing(function):
         def called(*args, dir=None, **kwargs):
@@ -262,7 +263,7 @@ def test_a_directory_that_cannot_be_written(root: Path, code: int, monkeypatch: 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_private(cache, caught)
-        assert cache.read(key(1), ".so") == b"one"  # still there, and still good
+        assert cache.read(key(1), ".so") == b"one"  # still stored and valid
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from flambeau.targets.cache import DiskCache, shared_cache
 from flambeau.targets.cpu import target as cpu
 from flambeau.targets.cpu.target import CpuTarget
 
-# A compiler that writes down each start, and does what the files beside it ask for.
+# A compiler that logs each start, and behaves as the files next to it ask.
 WRAPPER = """#!/bin/sh
 here=$(dirname "$0")
 echo "$@" >> "$here/log"
@@ -92,7 +92,7 @@ class Machine:
                 path.unlink()
 
     def fresh(self) -> CpuTarget:
-        """A target without memory of what this process did, as in a new process."""
+        """A target without state from this process, as in a new one."""
         shared_cache.cache_clear()
         toolchain._toolchain.cache_clear()
         return CpuTarget()
@@ -104,7 +104,7 @@ class Machine:
         return list(self.root.glob("tmp/*/*"))
 
     def processes(self) -> list[str]:
-        """The compilers that run, or their watchers."""
+        """The running compilers and their watchers."""
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
@@ -115,7 +115,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def seed(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    """A compiler that is probed, and whose launcher is compiled, before the tests begin."""
+    """A compiler that was probed, with its launcher compiled, before the tests begin."""
     compiler = tmp_path_factory.mktemp("compiler") / "cxx"
     compiler.write_text(WRAPPER)
     compiler.chmod(0o755)
@@ -152,7 +152,7 @@ def test_kernels_run(machine: Machine) -> None:
     build = target.build([scale(2), scale(3)])
     check(build, 2, 3)
     assert build.done()
-    assert machine.compiles == 1  # both in one unit
+    assert machine.compiles == 1  # both kernels in one unit
     assert machine.temporaries() == []
 
 
@@ -334,7 +334,7 @@ def test_a_process_killed_while_it_compiles(machine: Machine) -> None:
     wait_for(lambda: machine.compiles == 1)
     process.kill()
     process.communicate(timeout=30)
-    wait_for(lambda: not machine.processes())  # nobody but its watcher ends the compiler
+    wait_for(lambda: not machine.processes())  # only its watcher ends the compiler
     machine.relent("hang")
     assert len(machine.temporaries()) == 1
     run_child(machine, [2])
@@ -347,7 +347,7 @@ def test_a_compiler_that_hangs_is_ended(machine: Machine) -> None:
     with config.override(compile_timeout=1):
         errors = target.build([scale(2), scale(3)]).wait()
     assert machine.compiles == 1 and machine.temporaries() == []
-    wait_for(lambda: not machine.processes())  # what is killed is seen until it is scheduled for the last time
+    wait_for(lambda: not machine.processes())  # a killed process is visible until it is scheduled once more
     for error in errors.values():
         assert isinstance(error, CompileError) and "had not ended after 1 seconds" in str(error)
         assert "FLAMBEAU_COMPILE_TIMEOUT" in str(error)

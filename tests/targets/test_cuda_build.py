@@ -1,4 +1,4 @@
-"""Machine code for NVIDIA GPUs, built where there is none: in worker processes, once, with errors that help."""
+"""Machine code for NVIDIA GPUs, built on machines without one: in worker processes, once, with helpful errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def compiler() -> TritonCompiler:
 
 @pytest.fixture
 def fresh(tmp_path: Path, compiler: TritonCompiler) -> Any:
-    """A cache of the test's own; the workers are everybody's."""
+    """A cache folder of the test's own; the worker processes are shared by all tests."""
     tmp_path.chmod(0o700)
     with config.override(cache_dir=tmp_path / "cache"):
         yield tmp_path / "cache"
@@ -97,7 +97,7 @@ print(json.dumps([len(code.code), [w.process.pid for w in workers], "triton" in 
 
 
 def child(cache: Path, s: BlockSource) -> tuple[int, list[int], bool, bool]:
-    """Length of the code, processes that compiled it, and whether Triton and torch were imported."""
+    """The length of the code, the processes that compiled it, and whether Triton and torch were imported."""
     done = subprocess.run([sys.executable, "-c", CHILD, s.text], env={**os.environ, "FLAMBEAU_CACHE_DIR": str(cache)},
                           check=True, capture_output=True, text=True, timeout=120)
     length, workers, triton, torch_ = json.loads(done.stdout)
@@ -156,7 +156,7 @@ def test_workers_start_in_advance(fresh: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def kernels(f: Any, *shapes: tuple[int, ...], deterministic: bool = False) -> list[BlockSource]:
-    """The kernels of a function of float32 tensors on a GPU, as the pipeline would write them."""
+    """The kernels of a function of float32 tensors on a GPU, as the pipeline renders them."""
     target = CudaTarget(arch=ARCH)
     caps = replace(target.capabilities(), deterministic=deterministic)
     with FakeTensorMode():
@@ -190,10 +190,10 @@ def many(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
 
 def test_rows_of_many_tensors_fit_into_shared_memory(compiler: TritonCompiler) -> None:
     k = next(k for k in kernels(many, *[(2048, 1 << 15)] * 20) if k.text.count("tl.load") == 20)
-    assert "for base0" in k.text  # rows in pieces, several of them on their way at once
+    assert "for base0" in k.text  # rows in pieces, several of which are loaded at the same time
     code = built(compiler, k)
     assert isinstance(code, Code), str(code)
-    assert code.shared <= 227 << 10  # what a program may have on that chip
+    assert code.shared <= 227 << 10  # the limit for a program on that chip
 
 
 ORDERED = {

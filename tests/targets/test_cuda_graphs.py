@@ -1,4 +1,4 @@
-"""The recorder of CUDA graphs, on a torch.cuda that only writes down what it is asked for."""
+"""The recorder of CUDA graphs, on a fake torch.cuda that only logs its calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flambeau.targets.cuda.recorder import CudaRecorder
 
 
 class Target:
-    """Nothing is wrong with its data, unless `bad` says so."""
+    """A target whose data checks pass, unless `bad` is set."""
 
     def __init__(self) -> None:
         self.bad: tuple[int, int] | None = None
@@ -29,7 +29,7 @@ class Target:
         return lambda pointers, sizes: self.bad
 
 
-OPENED = ["begin A global", "end", "synchronize"]  # an empty graph keeps a pool as long as there is a recorder
+OPENED = ["begin A global", "end", "synchronize"]  # an empty graph keeps the pool alive as long as the recorder
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             said.append("wait")
 
     class Graph:
-        """`Graph.invalid`: how many ends fail from now on."""
+        """A fake graph. `Graph.invalid`: how many of the next calls of `capture_end` fail."""
 
         invalid = 0
 
@@ -59,7 +59,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def replay(self) -> None:
             said.append("replay")
 
-    already: list[str] = []  # what torch's allocator of pinned memory takes no further capture in
+    already: list[str] = []  # pools in which torch's allocator of pinned memory accepts no further capture
     pools = iter("ABC")
 
     def close(device: int, pool: str) -> None:
@@ -101,7 +101,7 @@ def test_a_stream_has_one_pool(said: list[str]) -> None:
 
 
 def failing(ends: int) -> Callable[[list[Any]], list[Any]]:
-    """A run that raises during the capture; this many calls fail that would end the capture."""
+    """A run that raises during the capture and makes the next `ends` calls of `capture_end` fail."""
     def run(args: list[Any]) -> list[Any]:
         torch.cuda.CUDAGraph.invalid = ends  # type: ignore[attr-defined]
         raise ValueError("the host waits")
@@ -112,12 +112,12 @@ def test_a_capture_that_becomes_invalid_is_abandoned(said: list[str]) -> None:
     recorder = CudaRecorder(Target())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the host waits"):
         recorder.record(failing(1), [])
-    # The allocator's pool is closed, and a capture that ends well tells the generator that nobody captures.
+    # The allocator's pool is closed, and a successful capture tells the generator that no capture is in progress.
     assert said == [*OPENED, "begin A relaxed", "end", "close A", "release A",
                     "begin None global", "end", "synchronize"]
     assert gc.isenabled() and len(cuda_graphs._FAILED) == 1
     del said[:]
-    recorder.record(lambda args: [], [])  # in another pool
+    recorder.record(lambda args: [], [])  # uses another pool
     assert said[3:] == ["begin B relaxed", "end", "wait", "replay"]
 
 

@@ -1,6 +1,6 @@
-"""Launches on a CUDA driver that only writes down what it is asked for: arguments, grids, variants, faults.
+"""Launches on a fake CUDA driver that only logs its calls: arguments, grids, variants, faults.
 
-No GPU is needed, and no Triton: machine code is made up. What the driver would run is tested with the interpreter.
+Needs no GPU and no Triton, as the machine code is made up. The kernels themselves are tested with the interpreter.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ STREAM = 77
 
 
 class Machine(CudaTarget):
-    """A target on the made-up driver; `built` has the facts of every variant that was asked for."""
+    """A target on the fake driver. `built`: the facts of every variant that was requested."""
 
     def __init__(self, driver: Path, extension: ModuleType) -> None:
         super().__init__(arch=90, driver=str(driver))
@@ -150,7 +150,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModuleType]:
     (folder / "driver.cpp").write_text(DRIVER)
     subprocess.run(["g++", "-shared", "-fPIC", "-o", folder / "driver.so", folder / "driver.cpp"], check=True)
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
-    # Built here and not taken from the cache: it keeps its driver for good, and a real one has a copy of its own.
+    # Built here rather than taken from the cache: the library keeps its driver, and a real driver has its own copy.
     return folder / "driver.so", _extension("cuda_launcher", find_toolchain(config.compiler, disk), disk).build()
 
 
@@ -200,7 +200,7 @@ def test_every_call_takes_the_variant_that_its_arguments_allow(machine: Machine)
         for _ in range(3):
             k(pointers, sizes)
         assert {f for _, f in machine.built} == {facts}
-        assert len(machine.built) == 2  # begun, then waited for, at the first of the calls
+        assert len(machine.built) == 2  # the first call starts the builds and waits for them
         machine.built.clear()
 
 
@@ -237,7 +237,7 @@ def test_what_waits_by_itself_is_launched_early(machine: Machine) -> None:
     k([16, 32], [])
     assert [line.split(" on ")[0] for line in machine.said()] == [
         "early k.a (5, 2, 1) threads 256 shared 0", "k.b (2, 1, 1) threads 128 shared 0"]
-    machine._arch = 80  # has no such launches
+    machine._arch = 80  # does not support such launches
     k = machine.build([source(parts=[Part("a", "5", waits=True)])]).wait()["k"]
     k([16, 32], [])
     assert machine.said()[0].startswith("k.a")
@@ -275,7 +275,7 @@ def test_the_workspace_is_zero_and_shared_by_a_stream(machine: Machine) -> None:
     place = int(first.split()[-2])
     assert first.split()[-5:] == second.split()[-5:]
     assert bytes((ctypes.c_char * 512).from_address(place)) == bytes(512)
-    k([16, 32], [1 << 20])  # larger than the first piece, which is kept: a captured graph may still use it
+    k([16, 32], [1 << 20])  # larger than the first workspace, which is kept because a captured graph may still use it
     k([16, 32], [100])
     assert len(machine._workspaces[0, STREAM]) == 2
     assert int(machine.said()[-1].split()[-2]) != place
@@ -290,7 +290,7 @@ def test_tensors_are_described_where_the_copy_engine_can_read_them(machine: Mach
     k([1600, 3200], [10, 32])
     left, right, first, second = machine.said()
     work = int(right.split()[4])
-    # As the driver numbers dtypes; innermost dimension first.
+    # The driver's numbers of dtypes; the innermost dimension comes first.
     assert left == "map of 9 at 3216 rank 2 32x64/1 10x128/1 step 64 swizzle 3"
     assert right == f"map of 9 at {work} rank 3 16x16/1 10x64/1 3x1/1 step 64 step 640 swizzle 3"
     assert first.split(": ")[1].split()[:5] == ["1600", "3200", "10", "32", str(work)]
@@ -301,7 +301,7 @@ def test_tensors_are_described_where_the_copy_engine_can_read_them(machine: Mach
     assert (words[6], words[11], shape) == (4216, 1000 + work, [10, 32, 3, 10, 16])
     assert (words[9:11], words[15:18]) == ([32, 1], [160, 16, 1])
     machine.library.driver_expects(8)
-    k([1600, 3200], [10, 33])  # lines begin anywhere
+    k([1600, 3200], [10, 33])  # rows of 33 elements are not aligned
     assert [line.split()[0] for line in machine.said()] == ["map", "k.first", "k.second"]
     k([1602, 3200], [10, 32])
     assert [line.split()[0] for line in machine.said()] == ["k.first", "k.second"]
@@ -311,7 +311,7 @@ def test_flags_are_zeros_of_the_stream(machine: Machine) -> None:
     k = machine.build([replace(source(workspace="64"), cleared=False, signals=True), source("l")]).wait()
     machine.library.driver_expects(4)
     k["k"]([16, 32], [])
-    (line,) = machine.said()  # nothing is cleared
+    (line,) = machine.said()  # no buffer is cleared
     flags = int(line.split()[-1])
     assert flags == machine.flags(0, STREAM) and bytes((ctypes.c_char * 64).from_address(flags)) == bytes(64)
     k["l"]([16, 32], [])
@@ -351,7 +351,7 @@ def test_a_fault_is_raised_by_a_later_call(machine: Machine) -> None:
     machine.library.driver_faults(0, 0)
     machine.said()
     assert sorted([both([16], []), both([16], [])]) == [(0, 4 << 50), (1, 4 << 50)]
-    assert machine.said() == []  # nothing is started after a fault
+    assert machine.said() == []  # nothing is launched after a fault
     assert both([16], []) is None
     machine.library.driver_faults(1, 2)
     other([16], [])

@@ -1,4 +1,4 @@
-"""torch.use_deterministic_algorithms: on machines whose points write in no fixed order, results have one order."""
+"""torch.use_deterministic_algorithms: results are reproducible on targets whose points write in no fixed order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture
 def texts(monkeypatch: pytest.MonkeyPatch) -> list[BlockSource]:
-    """Of all kernels that are compiled."""
+    """The sources of all kernels that are compiled."""
     seen: list[BlockSource] = []
     monkeypatch.setattr(pipeline, "OBSERVERS", [lambda made: seen.extend(made.texts)])
     return seen
@@ -49,19 +49,19 @@ def compiled(f: Any, **kwargs: Any) -> Any:
 
 
 def adversarial(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """No element like its neighbours, in any direction."""
+    """Values in which no element equals its neighbours, in any direction."""
     n = int(torch.tensor(shape).prod())
     at = torch.randint(len(LARGE), (n,), generator=torch.Generator().manual_seed(n))
     return torch.tensor(LARGE, dtype=dtype)[at].reshape(shape)
 
 
 def places(size: int, *shape: int) -> torch.Tensor:
-    """Some meet, some are asked for by nobody."""
+    """Indices of which some repeat, and some never occur."""
     return torch.randint(max(size // 2, 1), shape, generator=torch.Generator().manual_seed(size))
 
 
 def adds_floats(source: BlockSource) -> bool:
-    """Whether memory itself adds, where the order counts."""
+    """Whether a source adds floats atomically, so that the order matters."""
     found = re.findall(r"tl\.atomic_\w+\((?:tl\.broadcast_to\()?\(?p(\d+)", source.text)
     return any(source.pointers[int(k)].startswith(("*fp", "*bf")) for k in found)
 
@@ -236,7 +236,7 @@ def test_scans_of_more_pieces_than_a_group(monkeypatch: pytest.MonkeyPatch, text
     want = x.cumsum(0), x.flip(0).cumsum(0).flip(0), y.cumsum(0)
     torch.use_deterministic_algorithms(True)
     got = compiled(lambda x, y: (x.cumsum(0), x.flip(0).cumsum(0).flip(0), y.cumsum(0)))(x, y)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))  # whole numbers: all orders agree
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))  # whole numbers: the order does not matter
     assert sum("begin = step // 4 * 4" in t.text for t in texts) >= 2
 
 
@@ -273,7 +273,7 @@ def test_cached_graphs_are_apart(monkeypatch: pytest.MonkeyPatch, texts: list[Bl
         return x.index_add(0, i, s) * 3
 
     x, i, s = adversarial(4), places(4, 20), adversarial(20)
-    with config.override(verify=False):  # else nothing is kept
+    with config.override(verify=False):  # otherwise nothing is stored
         for wish in (True, False):
             torch.use_deterministic_algorithms(wish)
             before = stats["hit"], len(texts)

@@ -1,4 +1,4 @@
-"""Kernels for GPUs on the CPU: Triton's interpreter as a target, from single launches to whole models."""
+"""GPU kernels on the CPU: Triton's interpreter as a target, from single launches to whole models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAD = "import triton\nimport triton.language as tl\nimport tritonlib as fl\n\n"
 
 
 def kernel(body: str, pointers: int = 2, kind: str = "*fp32") -> Any:
-    """A kernel over n0 points in blocks of 64: `x` is what p0 has there, `y` goes to the last pointer."""
+    """A kernel over n0 points in blocks of 64: `x` is loaded from p0, `y` is stored to the last pointer."""
     names = ", ".join(f"p{k}" for k in range(pointers))
     text = f"""{HEAD}
 @triton.jit
@@ -65,7 +65,7 @@ def test_functions_of_the_device_library(text: str) -> None:
 
 
 def test_the_shim_has_the_names_of_the_library() -> None:
-    InterpreterTarget().build([])  # puts the library where it can be imported
+    InterpreterTarget().build([])  # makes the library importable
     import libdevice_cpu  # type: ignore[import-not-found]
     from triton.language.extra.cuda import libdevice
 
@@ -183,7 +183,7 @@ def test_scans_of_varying_length_that_look_back() -> None:
     """The workspace of a single long row is an expression over the sizes of the run."""
     fn = compiled(lambda x: x.cumsum(0), dynamic=True)
     for n in (20_000, 9_000):
-        x = torch.randint(-9, 9, (n,)).float()  # whole numbers: every order of the sum gives the same
+        x = torch.randint(-9, 9, (n,)).float()  # whole numbers: the order of the sum does not matter
         assert torch.equal(fn(x), x.cumsum(0))
 
 

@@ -1,4 +1,4 @@
-"""The static model of cost beside a cache that is simulated, access by access."""
+"""Compares the static cost model with a cache that is simulated access by access."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model_of(kernel: Kernel) -> Model:
 
 
 def lines_of(m: Model, a: Access, names: Sequence[str]) -> np.ndarray:
-    """The line of memory that an access touches at each point of the loops: a row for each point of the outer ones."""
+    """The memory line that an access touches at each point of the loops, with one row per point of the outer loops."""
     at = np.full((), a.at.const, np.int64)
     for s in (loops := [*m.outer, *(s for s in m.loops if s not in m.outer)]):
         step = a.at.coefficient(s)
@@ -55,8 +55,8 @@ def lines_of(m: Model, a: Access, names: Sequence[str]) -> np.ndarray:
 
 
 def simulated(m: Model, passes: Sequence[Sequence[Access]]) -> int:
-    """Bytes that come into a cache. Groups that run at once begin a pass when all of them are done with the one
-    before."""
+    """Bytes that are loaded into the cache. Concurrent groups begin a pass when all of them have finished the previous
+    one."""
     names = sorted({a.name for accesses in passes for a in accesses})
     every = [np.stack([lines_of(m, a, names) for a in accesses], -1) for accesses in passes]
     return cached(np.concatenate([lines[first:first + m.at_once].reshape(-1)
@@ -64,7 +64,7 @@ def simulated(m: Model, passes: Sequence[Sequence[Access]]) -> int:
 
 
 def cached(lines: np.ndarray) -> int:
-    """Bytes of lines that come into a cache, which keeps what was used last."""
+    """Bytes of lines that are loaded into a cache with least-recently-used replacement."""
     cache: OrderedDict[int, None] = OrderedDict()
     moved, room = 0, kernel_costs.CACHE // LINE
     for line in lines[np.append(True, lines[1:] != lines[:-1])].tolist():
@@ -88,7 +88,7 @@ def by_points(kernel: Kernel) -> Kernel:
     return replace(kernel, form=Form("points"))
 
 
-# What is computed of which inputs, in which form, with a cache of how many bytes.
+# Functions with their inputs, the kernel form, and the bytes of the cache.
 CASES: dict[str, tuple[Callable[..., Sequence[Value]], tuple[torch.Tensor, ...], bool, int]] = {
     "a map": (lambda x: [swapped(x)], (torch.empty(300, 1000).t(),), False, 1 << 14),
     "what all rows read, held": (added, (torch.empty(64, 4096), torch.empty(4096)), True, 1 << 16),
@@ -119,7 +119,7 @@ def with_third(x: Value, y: Value, z: Value) -> list[Value]:
     return [build.pointwise(x.shape, lambda i: x.load(i) * y.load((i[2], i[1])) * z.load(i[1:]))]
 
 
-# Maps whose groups come in an order of their own, and the form of their loops.
+# Maps whose groups run in a special order, and the form of their loops.
 ORDERS: dict[str, tuple[Callable[..., Sequence[Value]], tuple[torch.Tensor, ...], str]] = {
     "by points in bands": (both_ways, (torch.empty(90, 9000), torch.empty(9000, 90)), "points"),
     "what all rows read in bands": (added, (torch.empty(9, 300_000), torch.empty(300_000)), "points"),

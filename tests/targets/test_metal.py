@@ -1,4 +1,4 @@
-"""Metal without a Mac: what the emulator and the checker find, and the Mac's launcher over the emulator."""
+"""Metal without a Mac: faults that the emulator and the checker find, and the Mac's launcher on the emulator."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_was_written_before_a_barrier_may_be_written_again() -> None:
     torch.testing.assert_close(*total(SUM.replace("parts[lane] = mine;", again)))
 
 
-# What is changed, and what the emulator says then.
+# Changes to a source, and the emulator's message for each.
 FAULTS = {
     "no barrier": (("parts[lane] = mine;\n  threadgroup_barrier(mem_flags::mem_threadgroup);", "parts[lane] = mine;"),
                    "uninitialised|race"),

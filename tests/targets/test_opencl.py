@@ -38,7 +38,7 @@ form = pytest.mark.parametrize("on", FORMS)
 
 
 def source(body: str, pointers: int = 2, kind: str = "float", name: str = "k", group: int = 64) -> RangeSource:
-    """A kernel over n0 points: `x` is what p0 has there, `y` goes to the last pointer."""
+    """A kernel over n0 points: `x` is loaded from p0, `y` is stored to the last pointer."""
     head = "".join(f"__global {kind}* p{k}, const long o{k}, " for k in range(pointers))
     text = f"""
 __kernel __attribute__((reqd_work_group_size({group}, 1, 1)))
@@ -187,7 +187,7 @@ def test_faults_name_the_step() -> None:
     x[3] = -1
     assert plan([x.data_ptr(), y.data_ptr()], [10]) == (1, 2)
     x[3] = 1
-    assert plan([x.data_ptr(), y.data_ptr()], [10]) is None  # the word is clear again
+    assert plan([x.data_ptr(), y.data_ptr()], [10]) is None  # the fault word was reset
 
 
 def test_text_that_does_not_compile_is_its_kernels_error() -> None:
@@ -289,7 +289,7 @@ def test_special_functions() -> None:
         return [f(x) for f in SPECIAL.values()]
 
     x = torch.randn(501, generator=torch.Generator().manual_seed(4)) * 3
-    cpu = compiled(everything, "cpu")(x)  # the same text in C++, which is held against scipy
+    cpu = compiled(everything, "cpu")(x)  # the same kernel in C++, which is tested against scipy
     for name, ours, other in zip(SPECIAL, compiled(everything)(x), cpu, strict=True):
         torch.testing.assert_close(ours, other, rtol=5e-7, atol=1e-7, equal_nan=True,
                                    msg=lambda m, name=name: f"{name}: {m}")
@@ -324,7 +324,7 @@ def test_dropout_draws_the_bits_of_the_cpu_target(on: str) -> None:
     for k, (cpu, ours) in enumerate(zip(*found, strict=True)):
         if k % 3 < 2:
             assert torch.equal(cpu, ours)
-        else:  # normal numbers: the same bits through each one's own sine and logarithm
+        else:  # normal numbers: the same bits, passed through each target's own sine and logarithm
             torch.testing.assert_close(cpu, ours, rtol=1e-5, atol=1e-5)
 
 

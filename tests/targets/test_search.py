@@ -1,4 +1,4 @@
-"""The search for block shapes: what is tried, what is dropped, what is kept, and who finds it again."""
+"""The search for block shapes: which are tried, which are dropped, and how the choice is stored and found again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> list[BlockSource]:
-    """Of all kernels that are compiled."""
+    """The sources of all kernels that are compiled."""
     seen: list[BlockSource] = []
     monkeypatch.setattr(pipeline, "OBSERVERS", [lambda made: seen.extend(made.texts)])
     return seen
@@ -46,7 +46,7 @@ def own_cache(tmp_path: Path) -> Iterator[None]:
 
 
 class Clock:
-    """Candidate `fastest` of every kernel takes a second, any other one two; counts what it times."""
+    """A fake clock: candidate `fastest` of every kernel takes one second, the others two. Counts what it times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fastest: int) -> None:
         self.fastest, self.timed = fastest, 0
@@ -120,7 +120,7 @@ def test_graphs_from_the_cache_find_their_winners(monkeypatch: pytest.MonkeyPatc
     f, shape = FUNCTIONS["map"]
     x = torch.randn(shape)
     clock = Clock(monkeypatch, 2)
-    with config.override(verify=False):  # else nothing is kept
+    with config.override(verify=False):  # otherwise nothing is stored
         compiled(f)(x)
         for keeper in list(keepers):
             keeper.join()
@@ -211,7 +211,7 @@ def test_run_time_sizes_are_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first
     torch._dynamo.reset()
     g = torch.compile(lambda x: x * 2 + 1, backend="flambeau", options=options, dynamic=True)
-    g(torch.randn(100))  # between the same powers of two
+    g(torch.randn(100))  # a size between the same powers of two
     assert clock.timed == first
 
 

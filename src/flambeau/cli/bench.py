@@ -301,7 +301,7 @@ def offload(args: argparse.Namespace, backends: Sequence[str], console: Console)
 
 
 def subject_device(args: argparse.Namespace) -> tuple[str, bool]:
-    """Where there are streams; and whether sizes are those of tests."""
+    """The device that has streams, and whether to use the sizes of tests."""
     return ("cuda", args.size == "tiny") if args.target == "cuda" else ("flambeau", True)
 
 

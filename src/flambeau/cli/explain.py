@@ -144,7 +144,7 @@ def run_program(console: Console, args: argparse.Namespace) -> int:
 
 
 def show_streams(console: Console, graphs: list[Compiled]) -> None:
-    """Of a program on one stream: what `options={"streams": "auto"}` would make of it."""
+    """Describes what `options={"streams": "auto"}` would change in a program on one stream."""
     from flambeau.report.lanes import drawn
     from flambeau.schedule.streams.overlap import overlapped
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def described(texts: list[str]) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
-    """Arguments of these dtypes and sizes, and which sizes have names: those are sizes of the run."""
+    """Arguments of these dtypes and sizes, and the dynamic shapes: sizes with names may differ between calls."""
     import torch
     from torch.export import Dim
 

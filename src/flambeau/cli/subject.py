@@ -51,7 +51,7 @@ def existing(text: str) -> str:
 
 
 def prefix(text: str) -> str:
-    """The argparse type of the beginning of the names of output files."""
+    """The argparse type of a prefix for the names of output files."""
     output(f"{text}0")
     return text
 

@@ -27,7 +27,7 @@ NAME = re.compile(r".* \[(\d+)(?: (.+))?\]")  # title [program where]
 LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime", "privateuse1_runtime", "privateuse1_driver")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cpu_op", "user_annotation")
-REST = "rest"  # of a program, beside its launches and calls: on a GPU copies and fills, on a CPU the host's own work
+REST = "rest"  # time of a program outside its launches and calls: on a GPU copies and fills, on a CPU host work
 ENGINE = "autograd::engine::evaluate_function: "
 POINTS = 1500  # of a curve of memory over time
 

@@ -69,7 +69,7 @@ class Session:
         return compilations()[self.before.compilations:]
 
     def functions(self) -> dict[str, Compilation]:
-        """What Dynamo compiled, by frame, including before the session."""
+        """Dynamo's compilations by frame, including those before the session."""
         return {c.frame: c for c in compilations()}
 
     def breaks(self) -> Sequence[Break]:

@@ -52,7 +52,7 @@ def write_report(out: Path, session: Session, found: Profile) -> None:
 
 
 def add_plans(out: Path, session: Session) -> None:
-    """Beside what ran, how the model had it, for programs on several streams."""
+    """Adds the modelled timeline of each program on several streams to the trace, for comparison with the real one."""
     from flambeau.report import lanes
 
     lanes.add_plans(out / TRACE, [(f"graph {k}", g.program, g.captured.graph.capabilities.tuning)

@@ -1,8 +1,8 @@
-"""Arrays as the runtime takes and gives them, of NumPy and of torch; weights out of files.
+"""Passes NumPy arrays and torch tensors to the runtime and allocates its results; reads weights from files.
 
-A library of arrays says what of an array must be as in the call before (`key`), and has the lines of Python in which
-that is looked at (`differs`), the runtime told of the address (`told`) and an array made for a result (`result`): a
-call is a function made of them (`calling`), which has no loop and looks nothing up.
+A library of arrays (`NumPy`, `Torch`) defines which properties of an argument must equal those of the previous call
+(`key`), and the Python source lines that compare them (`differs`), pass an address to the runtime (`told`) and allocate
+a result (`result`). `calling` generates a function from these lines, so a call has no loop and no lookup.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STRIDED = "torch.strided"
 
 
 def array_dtype(name: str) -> Any:
-    """NumPy's; of bfloat16 where a library has brought one, else that of its bits."""
+    """The NumPy dtype of that name. bfloat16 is that of ml_dtypes if it is imported, otherwise uint16 (its bits)."""
     if name != "bfloat16":
         return np.dtype(name)
     found = sys.modules.get("ml_dtypes")
@@ -45,8 +45,8 @@ class NumPy:
     before: tuple[str, ...] = ()
     differs = ("type(x{k}) is not ndarray or x{k}.dtype is not dtype{k} or x{k}.shape != shape{k} "
                "or x{k}.strides != strides{k}")
-    # The address of a buffer is found in a third of the time. One for reading alone, with gaps, or of a dtype that
-    # Python does not know says it otherwise.
+    # The buffer protocol gives the address in a third of the time. It refuses arrays that are read-only, have gaps, or
+    # have a dtype that Python does not know; those are asked through __array_interface__.
     told = """try: given{k}.data = addressof(from_buffer(x{k}))
         except (TypeError, ValueError): given{k}.data = x{k}.__array_interface__["data"][0]"""
     plain = "y{k} = empty(size{k}, kind{k}); result{k}.data = addressof(from_buffer(y{k}))"
@@ -71,19 +71,19 @@ class NumPy:
 
 
 class Torch:
-    """Tensors on one device."""
+    """torch tensors on one device."""
 
     differs = ("type(x{k}) is not type{k} or x{k}.dtype is not dtype{k} or x{k}.shape != shape{k} "
                "or x{k}.stride() != strides{k} or x{k}.device != device{k} or x{k}.is_neg()")
     told = "given{k}.data = x{k}.data_ptr()"
-    # Without elements it has no address, and needs none.
+    # A tensor without elements has the address 0, and needs none: 64 stands in for it.
     made = "y{k} = empty(size{k}, strides{k}, dtype=kind{k}, device=device); result{k}.data = y{k}.data_ptr() or 64"
 
     def __init__(self, device: str) -> None:
         self.device, torch = device, sys.modules["torch"]
         self.names: dict[str, Any] = {"empty": torch.empty_strided, "device": torch.device(device),
                                       "current_stream": torch.cuda.current_stream}
-        # On a GPU it is put into torch's current stream: nobody waits, unless kernels look at indices.
+        # On a GPU the call is enqueued on torch's current stream. The host does not wait, unless kernels check indices.
         self.before = ("call.stream = current_stream(device).cuda_stream",) * (device != "cpu")
 
     @staticmethod
@@ -99,8 +99,8 @@ class Torch:
 def calling(arrays: NumPy | Torch, keys: Sequence[dict[str, Any]], given: Sequence[Tensor], results: Sequence[Tensor],
             dtypes: Sequence[str], run: Callable[[], int], call: Call,
             error: Failure) -> Callable[..., tuple[Any, ...] | None]:
-    """A function of so many arguments that runs a method: it tells the runtime where they are, makes arrays for results
-    and calls `run`. None, if an argument is not what its key says."""
+    """Generates a function with one parameter per key that runs a method: it passes the arguments' addresses to the
+    runtime, allocates the results and calls `run`. It returns None if an argument does not match its key."""
     values: dict[str, Any] = {**arrays.names, "run": run, "call": call, "error": error, "failed": failed}
     lines = []
     for k, (key, t) in enumerate(zip(keys, given)):
@@ -120,7 +120,7 @@ def calling(arrays: NumPy | Torch, keys: Sequence[dict[str, Any]], given: Sequen
 
 @cache
 def function_maker(arguments: str, body: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    """What makes functions of one text, which is the same for all shapes."""
+    """A factory for functions with this source text. The text is the same for all shapes, so it is compiled once."""
     scope: dict[str, Any] = {}
     exec(f"def maker({', '.join(names)}):\n    def method({arguments}):\n        {body}\n    return method", scope)
     found: Callable[..., Any] = scope["maker"]
@@ -128,14 +128,15 @@ def function_maker(arguments: str, body: str, names: tuple[str, ...]) -> Callabl
 
 
 def library_of(flat: Sequence[Any], device: str, number: int) -> NumPy | Torch:
-    """Of which results are: torch's where something given is a tensor, on the device where something lies there."""
+    """The library that allocates the results: torch if an argument is a tensor, otherwise NumPy. torch's results are
+    on `device` if one of the tensors is there, otherwise on the CPU."""
     tensors = [x for x in flat if is_torch(x)]
     there = device != "cpu" and any(x.device.type == device for x in tensors)
     return Torch(f"{device}:{number}" if there else "cpu") if tensors else NumPy()
 
 
 def shown(x: Any) -> str:
-    """What was given in place of an array of the right kind."""
+    """Describes a rejected argument for an error message: its dtype, shape, layout and device, or its type."""
     if is_torch(x):
         where = "" if x.device.type == "cpu" else f" on {x.device}"
         kind = "" if str(x.layout) == STRIDED else f" of layout {x.layout}"
@@ -153,8 +154,8 @@ def unlike(port: Port | Weight, x: Any, device: str = "cpu", what: str = "input"
 
 
 def fill(t: Tensor, x: Any, port: Port | Weight, device: str = "cpu", what: str = "input") -> None:
-    """Describe an argument to the runtime, which checks it: here is refused what it has no words for. Bits of bfloat16
-    may be given as such. `device`: where tensors must be."""
+    """Describes an argument to the runtime, which checks it; raises an error for what `Tensor` cannot express. A uint16
+    array is accepted as the bits of bfloat16. `device`: where tensors must be."""
     if is_torch(x):
         if str(x.layout) != STRIDED or str(x.device) != device or x.is_neg() or x.is_conj():
             raise unlike(port, x, device, what)
@@ -179,7 +180,7 @@ def is_array(x: Any) -> bool:
 
 
 def safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tensors of a safetensors file, as views of the mapped file."""
+    """The tensors of a safetensors file by name, as views of the mapped file."""
     data = np.memmap(path, mode="r")
     try:
         length, = struct.unpack("<Q", data[:8].tobytes())

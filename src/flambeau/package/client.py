@@ -29,7 +29,7 @@ class Failure(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """All of a call, as flam_run_call takes it."""
+    """All parameters of a call in one structure, the argument of flam_run_call."""
 
     _fields_ = [("model", ctypes.c_void_p), ("inputs", ctypes.c_void_p), ("outputs", ctypes.c_void_p),
                 ("error", ctypes.c_void_p), ("stream", ctypes.c_void_p), ("method", ctypes.c_int32),
@@ -47,7 +47,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flam_retain": (None, (_P,)),
     "flam_run": (_I, (_P, _I, _P, _I, _P, _I, _P)),
     "flam_run_on": (_I, (_P, _I, _P, _I, _P, _I, _P, _P)),
-    "flam_run_call": (_I, (_P,)),  # by its address, which ctypes looks at in half the time
+    "flam_run_call": (_I, (_P,)),  # the address of a Call as a plain pointer, which ctypes converts in half the time
     "flam_add_device": (_I, (_P,)),
     "flam_device_name": (_S, (_P,)),
     "flam_update_weights": (_I, (_P, ctypes.POINTER(_S), _TENSORS, _I, _ERROR)),
@@ -62,14 +62,14 @@ _LOCK = threading.RLock()
 
 
 def runtime_library(data: bytes | memoryview) -> ctypes.CDLL:
-    """A runtime, loaded once for as long as the process lives."""
+    """The runtime with this content, loaded once per process and never unloaded."""
     library = _once(data)
     if not hasattr(library, "declared"):
         for name, (result, arguments) in FUNCTIONS.items():
-            if hasattr(library, name):  # the runtime of an older package has no devices
+            if hasattr(library, name):  # runtimes of older packages lack the functions for devices
                 function = getattr(library, name)
                 function.restype, function.argtypes = result, arguments
-        # Before format 1.3 a model had one owner, who had to know when the others were done.
+        # Before format 1.3 models had no reference count: the one owner had to know when all other users were done.
         shared = hasattr(library, "flam_retain")
         library.retain = library.flam_retain if shared else lambda model: None  # type: ignore[attr-defined]
         library.release = library.flam_unload if shared else lambda model: None  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def runtime_library(data: bytes | memoryview) -> ctypes.CDLL:
 
 
 def add_device(runtime: ctypes.CDLL, kind: str, data: bytes | memoryview) -> None:
-    """Tell a runtime of a kind of device, whose functions are these."""
+    """Registers a kind of device with a runtime. `data`: the shared library with the functions of that kind."""
     library = _once(data)
     if kind == "opencl":
         if path := opencl_library():
@@ -90,7 +90,7 @@ def add_device(runtime: ctypes.CDLL, kind: str, data: bytes | memoryview) -> Non
 
 
 def opencl_library() -> str:
-    """That which PyOpenCL brought along, where the system has none; empty: the system's."""
+    """The path of the OpenCL library that PyOpenCL ships, if the system has none; empty: use the system's."""
     try:
         ctypes.CDLL("libOpenCL.so.1")
         return ""
@@ -115,7 +115,8 @@ def _once(data: bytes | memoryview) -> ctypes.CDLL:
 
 def _loaded(data: bytes | memoryview) -> ctypes.CDLL:
     if hasattr(os, "memfd_create"):
-        # It stays open: the loader takes two files of one name for the same.
+        # The file stays open: a closed descriptor's number would be reused, and the loader takes two files of one name
+        # for the same library.
         file = os.memfd_create("flambeau", os.MFD_CLOEXEC)
         with os.fdopen(os.dup(file), "wb") as out:
             out.write(data)

@@ -3,8 +3,8 @@
     write("model.flam", [Section(INDEX, "index", data), ...])
     sections = read("model.flam")          # DamagedPackage unless every byte is what was written
 
-docs/reference/package-format.md says what is where. Needs neither torch nor NumPy: a process without them reads
-packages with it.
+docs/reference/package-format.md describes the layout. Needs neither torch nor NumPy, so a process without them can
+read packages.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SIGNATURE = 64  # bytes
 
 
 class DamagedPackage(Error):
-    """A file that is no package, or not the one that was written."""
+    """The file is not a package, or its content differs from what was written."""
 
 
 class NewerPackage(Error):
-    """A package whose format this version does not know."""
+    """The package has a newer format than this version reads."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Section:
 
 def write(path: str | os.PathLike[str], sections: Sequence[Section], quick: Callable[[Any], int],
           sign: Callable[[bytes], bytes] | None = None) -> str:
-    """Write a package, all of it or nothing; the hash that names it. `quick` computes the quick checksum of bytes,
+    """Writes a package atomically and returns the hash that names it. `quick` computes the quick checksum of bytes,
     `sign` the signature of a message."""
     found = [*sections, *([] if sign is None else [Section(SIGNATURE, "ed25519", bytes(_SIGNATURE))])]
     at, places = _HEADER.size + len(found) * _SECTION.size, []
@@ -84,7 +84,8 @@ def _entry(s: Section, at: int, quick: Callable[[Any], int]) -> bytes:
 
 
 def _message(head: bytes, table: bytes) -> bytes:
-    """What is signed: the hash with zeros for the checksums of the signature, which is the last section."""
+    """The message that is signed: the hash of the file, computed with zeros for the checksums of the signature itself,
+    which is the last section."""
     own = len(table) - _SECTION.size
     return MAGIC + _digest(head, table[:own + 24] + bytes(40) + table[own + 64:])
 
@@ -95,9 +96,9 @@ def _digest(head: bytes, table: bytes) -> bytes:
 
 def read(path: str | os.PathLike[str], whole: bool = True,
          verify: Callable[[bytes, bytes | None], None] | None = None) -> list[Section]:
-    """The sections of a package, as views of the mapped file. Of weights, `whole` says whether they are checked here:
-    the runtime does so in less time, but not against those who mean harm. `verify` raises an error unless it likes the
-    message and its signature, and then all is checked."""
+    """The sections of a package, as views of the mapped file. `whole`: check the SHA-256 of the weights too; the
+    runtime's quick checksum takes less time, but does not detect deliberate changes. `verify` raises an error unless
+    the signature belongs to the message; with it every section is checked."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             raise DamagedPackage(f"{os.fspath(path)} is empty")
@@ -167,7 +168,7 @@ def packed(words: Iterable[int]) -> bytes:
 
 
 class Words:
-    """Reads the index from front to back."""
+    """Reads the 64-bit words of the index from front to back."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         if len(data) % 8:
@@ -192,7 +193,7 @@ class Words:
         return data[:length].decode(errors="replace")
 
     def each(self) -> Iterator[int]:
-        """As often as the next word says."""
+        """Reads a count and iterates that many times."""
         count = self.one()
         if not 0 <= count <= len(self.words) - self.at:
             raise DamagedPackage("the package is damaged: a count in its index is larger than the file")

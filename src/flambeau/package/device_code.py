@@ -1,8 +1,8 @@
 """Device code of packages: machine code of Triton kernels, or OpenCL sources that a driver compiles.
 
-A kernel becomes a `DeviceKernel`: which functions are launched, under which condition, and how many groups of each, as
-Python expressions over the kernel's sizes; `plan.py` makes numbers of the run of them. The code itself is a section of
-words and modules (docs/reference/package-format.md).
+A kernel becomes a `DeviceKernel`: the functions to launch, the condition for each choice of them, and their numbers of
+groups, all as Python expressions over the kernel's sizes. `plan.py` translates the expressions for the runtime. The
+code itself is a section of words and modules (docs/reference/package-format.md).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .container import ALIGN, packed, text_words
 
 @dataclass(frozen=True)
 class Choice:
-    """Functions to launch one after the other where `condition` is not zero (always, where it is empty)."""
+    """Functions to launch one after the other if `condition` is not zero (always, if it is empty)."""
 
     condition: str
-    parts: tuple[tuple[int, tuple[str, str, str]], ...]  # the function, and groups in three dimensions
+    parts: tuple[tuple[int, tuple[str, str, str]], ...]  # (function, numbers of groups in three dimensions)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DeviceKernel:
 
 @dataclass
 class Function:
-    """Of the code: where it is, and what a launch must know of it."""
+    """A function of the device code: its module and name, and the parameters of its launch."""
 
     name: str
     threads: int
@@ -58,33 +58,33 @@ class Function:
 
 @dataclass
 class DeviceCode(ABC):
-    """The kernels of all methods for one target, equal ones once. `target` lowers graphs and writes texts."""
+    """The kernels of all methods for one target, without duplicates. `target` lowers graphs and renders sources."""
 
     name: str
     target: Target
     functions: list[Function] = field(default_factory=list)
     known: dict[Any, Any] = field(default_factory=dict)
-    kernels: dict[Any, tuple[str, str]] = field(default_factory=dict)  # operators and dtypes
+    kernels: dict[Any, tuple[str, str]] = field(default_factory=dict)  # operators and dtypes of each entry
     is_device = True
 
     @property
     @abstractmethod
     def features(self) -> str:
-        """The kind of device, and what it must have."""
+        """The kind of device and the features that it must have, separated by spaces."""
 
     @abstractmethod
     def add(self, kernel: AnyKernel, source: Source) -> DeviceKernel: ...
 
     @abstractmethod
     def modules(self) -> list[tuple[str, bytes]]:
-        """For which device each is (none: any), and what is in it. Called when all kernels are there."""
+        """Pairs of a device (empty: any) and a module's content. Called after all kernels were added."""
 
     @cached_property
     def code(self) -> bytes:
-        """The section."""
+        """The content of the package's section."""
         modules = self.modules()
         words: list[int] = [len(modules)]
-        # Texts and lists first, to know where modules begin; the places are put in afterwards.
+        # The tables come before the modules, so the modules' offsets are filled in once the tables' length is known.
         holes = []
         for of, data in modules:
             words += text_words(of)
@@ -103,7 +103,7 @@ class DeviceCode(ABC):
         return packed([len(words), *words]) + body
 
     def kernel_bytes(self, entry: Any) -> int:
-        """Of the functions of one kernel."""
+        """The total size of the modules that a kernel's functions are in."""
         sizes = [len(data) for _, data in self.modules()]
         return sum(sizes[self.functions[f].module] for c in entry.choices for f, _ in c.parts)
 
@@ -112,7 +112,7 @@ class DeviceCode(ABC):
 
 
 class CudaCode(DeviceCode):
-    """"cuda:sm_90": Triton's kernels, compiled for that GPU and later ones of its generation; no GPU is needed here."""
+    """"cuda:sm_90": Triton kernels compiled for that GPU and later ones of its generation. Exporting needs no GPU."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, get_target("cuda-alone"))
@@ -129,8 +129,8 @@ class CudaCode(DeviceCode):
 
     def add(self, kernel: AnyKernel, source: Source) -> DeviceKernel:
         assert isinstance(source, BlockSource)
-        # Which facts a call may count on is asked at the call, as in a process that compiles; but addresses are always
-        # multiples of 16 here, because the runtime copies what is not.
+        # The facts that a kernel may rely on are tested at each call, as they are outside of packages. But addresses
+        # are always multiples of 16 here, because the runtime copies tensors that are not aligned.
         usual = [k for k in range(len(source.sizes)) if source.usual >> k & 1]
         narrow = source.narrow
         even = " and ".join([f"n{k} % 16 < 1" for k in usual] + [narrow] * bool(narrow))
@@ -164,7 +164,7 @@ class CudaCode(DeviceCode):
 
 
 def groups(grid: str) -> tuple[str, str, str]:
-    """Of a launch, in three dimensions."""
+    """The numbers of groups of a launch in three dimensions, as expressions."""
     given = [x.strip() for x in grid.split(",")] if grid.count("(") == 0 else [grid]
     x, y, z, *_ = [*given, "1", "1"]
     return x, y, z
@@ -174,7 +174,7 @@ def groups(grid: str) -> tuple[str, str, str]:
 
 
 class TextCode(DeviceCode):
-    """Kernels in a C language: one text, which the driver of a device compiles where the package is loaded."""
+    """Kernels in a C language as one source text, which the device's driver compiles when the package is loaded."""
 
     language: str
 
@@ -201,8 +201,8 @@ class TextCode(DeviceCode):
 
 
 class OpenClCode(TextCode):
-    """"opencl" (any GPU), "opencl:cpu" (any CPU) and "opencl:here": the device of this machine, with what its driver
-    made of the text beside it."""
+    """"opencl" (any GPU), "opencl:cpu" (any CPU) and "opencl:here": the device of this machine, for which the package
+    holds the binary of its driver in addition to the source."""
 
     def __init__(self, name: str) -> None:
         from flambeau.targets.opencl.portable import CPUS, GPUS, PortableOpenCl
@@ -252,14 +252,14 @@ class OpenClCode(TextCode):
 
 
 def identity(device: Any) -> str:
-    """As flambeau_opencl.c has it."""
+    """The identity of a device and its driver, built in the same way as in flambeau_opencl.c."""
     d = device.device
     given = (d.name, d.version, d.driver_version)
     return "|".join([d.platform.name, *(x.rstrip(" ") for x in given), " ".join(device.options)])
 
 
 class MetalCode(TextCode):
-    """"metal": one text for every Apple GPU, checked as far as that goes without one."""
+    """"metal": one source text for every Apple GPU, checked as far as is possible without one."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, get_target("metal"))

@@ -102,7 +102,7 @@ def code_of(target: str) -> TargetCode:
 
 
 def compiled(m: Method, code: TargetCode, numerics: str) -> tuple[Program, list[Any]]:
-    """The program of a method for a target, and the texts of its kernels."""
+    """Compiles a method for a target. Returns its program and the sources of its kernels."""
     graph = m.graph
     while True:
         device, target, captured = lowered(graph, Options(numerics=numerics), target=code.target)
@@ -110,7 +110,8 @@ def compiled(m: Method, code: TargetCode, numerics: str) -> tuple[Program, list[
             raise UnsupportedError(f"the model is on {device}: packages are made of models on the CPU",
                                    hint='export model.to("cpu"), with arguments there')
         program = schedule(captured.graph, captured.graph.capabilities, bool(config.verify))
-        # Copies are memory's own there, piece by piece: what is not one piece, a kernel copies.
+        # On a device a copy step makes one memory copy per contiguous piece. So results that are not written directly
+        # are copied by kernels: the graph is compiled again with clones of them.
         again = copied_results(graph, program) if code.is_device else None
         if again is None:
             texts = [target.render(k, f"k{i}") for i, k in enumerate(program.kernels)]
@@ -153,7 +154,7 @@ def sections_of(methods: list[Method], built: dict[str, TargetCode], weights: We
     out = [Section(INDEX, "index", packed(words)), Section(WEIGHTS, "weights", data),
            Section(RUNTIME, "runtime", build_runtime()),
            *(Section(DEVICE if code.is_device else CODE, target, code.code) for target, code in built.items())]
-    # Metal's is compiled with the program that uses it: there is no Mac here.
+    # Metal's runtime is compiled together with the program that uses it: the exporting machine may be no Mac.
     kinds = dict.fromkeys(target.partition(":")[0] for target, code in built.items() if code.is_device)
     out += [Section(RUNTIME, f"runtime {kind}", build_device_runtime(kind)) for kind in kinds if kind != "metal"]
     if debug:

@@ -9,7 +9,7 @@ from .client import DTYPES
 from .container import DamagedPackage, Section, Words
 
 ALSO = "also "  # before another name of a weight, in the metadata
-ORDER = "order "  # before the name of a tensor, in that of the section of weights: dimensions as they lie in memory
+ORDER = "order "  # before the name of a tensor, in the metadata of the section of weights: the memory order of its dims
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Entry:
-    """One method."""
+    """A method of the package."""
 
     name: str
     inputs: tuple[Port, ...]
@@ -48,7 +48,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Index:
-    """What a package says of itself."""
+    """The decoded index of a package."""
 
     metadata: dict[str, str]
     weights: tuple[Weight, ...]

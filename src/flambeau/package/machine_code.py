@@ -1,6 +1,6 @@
 """CPU machine code of packages: the kernels as one shared object, and the runtime that loads it.
 
-Neither needs OpenMP, libtorch or Python: kernels reach threads through a table that the runtime gives them.
+Neither needs OpenMP, libtorch or Python: kernels use threads through a table of functions that the runtime passes.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from flambeau.targets.toolchain import Toolchain, find_toolchain, whole_text
 RELATIVE = (8, 1027)  # R_X86_64_RELATIVE, R_AARCH64_RELATIVE
 RUNTIME = Path(__file__).parent / "runtime"
 FILES = ("checksums.c", "threads.c", "machine.c", "read.c", "run.c", "weights.c", "device.c")
-# Equal text gives equal bytes, and nothing that the loader does not need.
+# Equal sources link to equal bytes, without anything that the loader does not need.
 _LINK = ("-Wl,--as-needed,--build-id=none,--hash-style=gnu,-O1,--gc-sections,-z,noseparate-code", "-s")
 _SMALL = ("-fvisibility=hidden", "-ffunction-sections", "-fno-asynchronous-unwind-tables")
-# Instructions that a compiler tells of in its macros, and that the runtime knows how to look for (machine.c).
+# Instruction sets that a compiler announces in its macros and that the runtime can detect (machine.c).
 FEATURES = ("sse3", "ssse3", "sse4_1", "sse4_2", "popcnt", "avx", "avx2", "fma", "bmi", "bmi2", "avx512f", "avx512cd",
             "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512vnni", "avx512vbmi2", "avx512bitalg",
             "avx512vpopcntdq", "avx512ifma")
 
 
 def toolchain_of(target: str) -> tuple[Toolchain, DiskCache]:
-    """The compiler with the flags of a target: "cpu", this machine, or "cpu:x86-64-v3", any like that."""
+    """The compiler with the flags of a target, and its cache: "cpu" is this machine, "cpu:x86-64-v3" any such CPU."""
     march = target.partition(":")[2]
     disk = shared_cache(config.cache_dir, config.cache_limit_mb)
     found = find_toolchain(config.compiler, disk)
@@ -50,7 +50,7 @@ def toolchain_of(target: str) -> tuple[Toolchain, DiskCache]:
 
 
 def features(toolchain: Toolchain) -> str:
-    """What a CPU must have to run what this compiler makes."""
+    """The architecture and instruction sets that a CPU needs to run this compiler's code, separated by spaces."""
     march = [f for f in toolchain.flags if f.startswith("-march=")]
     said = subprocess.run([toolchain.compiler, *march, "-dM", "-E", "-x", "c", "/dev/null"], capture_output=True,
                           text=True, check=False)
@@ -61,18 +61,18 @@ def features(toolchain: Toolchain) -> str:
 
 
 def built(text: str, toolchain: Toolchain, disk: DiskCache) -> bytes:
-    """A shared object of a text, from the cache on disk if it is there."""
+    """Compiles a source text to a shared object, or takes it from the cache on disk."""
     key = hashlib.sha256("\0".join(("package", text, *toolchain.flags, toolchain.identity())).encode()).hexdigest()
     if (kept := disk.read(key, ".so")) is not None:
         return kept
-    # The name is that of the content: the compiler puts it into what it makes.
+    # The file is named after its content, because the compiler writes the name into its output.
     _, data = toolchain.compile(text, "package", disk, lambda path: None, LIBRARY)
     disk.put(key, data, ".so")
     return data
 
 
 class CpuCode:
-    """The kernels of all methods for one target, equal ones once."""
+    """The kernels of all methods for one CPU target, without duplicates."""
 
     is_device = False
 
@@ -84,7 +84,7 @@ class CpuCode:
         self.kernels: dict[Any, tuple[str, str]] = {}  # operators and dtypes of each entry
 
     def add(self, kernel: AnyKernel, source: Source) -> int:
-        """Which entry it has in the table of the code."""
+        """Adds a kernel, unless it is there already, and returns its position in the code's table."""
         assert isinstance(source, KernelSource)
         one = KeyedSource(source, kernel_key(source, self.toolchain.identity()))
         row = (one, len(kernel.params), len(kernel.sizes), len(self.found))
@@ -92,7 +92,7 @@ class CpuCode:
 
     @cached_property
     def code(self) -> bytes:
-        """The section: a shared object."""
+        """The content of the package's section: a shared object."""
         kernels = [one for one, *_ in self.found.values()]
         rows = ", ".join(f"{{{one.symbol}, {pointers}, {sizes}}}" for one, pointers, sizes, _ in self.found.values())
         declared = "".join(f"int64_t {one.symbol}(void**, const int64_t*);\n" for one in kernels)
@@ -100,13 +100,13 @@ class CpuCode:
         text = (f'{unit_text(kernels)}\n{shim}\nextern "C" {{\n{declared}'
                 f"static const flam_kernel rows[] = {{{rows or '{nullptr, 0, 0}'}}};\n"
                 f"const flam_code flam_table = {{{len(kernels)}, rows}};\n}}\n")
-        # Kernels throw nothing; tables for exceptions alone would bind the code to the library of C++.
+        # Kernels throw nothing. Exception tables would be the only reason to link the C++ library.
         flags = (*self.toolchain.flags, *_SMALL, "-fno-exceptions", "-nostartfiles", *_LINK)
         libraries = tuple(x for x in self.toolchain.libraries if x.startswith("-l"))
         return built(text, replace(self.toolchain, flags=flags, libraries=libraries), self.disk)
 
     def kernel_bytes(self, entry: Any) -> int:
-        """Of machine code, up to where that of the next kernel begins."""
+        """The size of a kernel's machine code, measured up to the start of the next kernel."""
         starts, end = kernel_places(self.code)
         if entry >= len(starts):
             return 0
@@ -114,8 +114,8 @@ class CpuCode:
 
 
 def kernel_places(library: bytes) -> tuple[list[int], int]:
-    """Where the kernels of a shared object (ELF) begin, in the order of its table, and where executable code ends. All
-    that the loader relocates there are their addresses."""
+    """The addresses of the kernels in a shared object (ELF), in the order of its table, and the end of its executable
+    code. The addresses are found in the relocations: no other ones point into executable code."""
     first, size, count = struct.unpack_from("<Q", library, 32)[0], *struct.unpack_from("<HH", library, 54)
     segments = [struct.unpack_from("<IIQQQQQ", library, first + k * size) for k in range(count)]
     loaded = [(s[3], s[3] + s[5], s[2] - s[3], s[1] & 1) for s in segments if s[0] == 1]
@@ -143,7 +143,7 @@ def build_runtime(target: str = "cpu", flags: Sequence[str] = ()) -> bytes:
 
 
 def build_device_runtime(kind: str) -> bytes:
-    """What the runtime has beside itself for a kind of device."""
+    """The runtime's additional shared library for a kind of device."""
     toolchain, disk = toolchain_of("cpu")
     own = ("-x", "c", "-std=c11", "-Os", "-fPIC", "-shared", "-pthread", *_SMALL, *_LINK)
     return built(whole_text(RUNTIME / f"flambeau_{kind}.c"), replace(toolchain, flags=own, libraries=()), disk)
@@ -151,7 +151,7 @@ def build_device_runtime(kind: str) -> bytes:
 
 @cache
 def _hasher() -> Any:
-    from .client import runtime_library  # the same one that loads packages
+    from .client import runtime_library  # the runtime that also loads packages
 
     library = runtime_library(build_runtime())
     return library.flam_hash

@@ -28,8 +28,8 @@ from .torch_calls import caller
 
 
 class Frame:
-    """The calls of one thread of one method: structures that the runtime is told of once, and a share in the model, so
-    that it is there as long as somebody may call it."""
+    """The call structures of one method in one thread, which are passed to the runtime by address. A frame holds a
+    reference to the runtime's model, so that the model lives as long as it can be called."""
 
     def __init__(self, module: Module, number: int, entry: Entry) -> None:
         self.library, self.handle = module.library, module.retained()
@@ -44,16 +44,18 @@ class Frame:
             self.library.flam_run, self.handle, number, *counted, self.call.error)  # before format 1.3
         self.find_shapes = partial(self.library.flam_shapes, self.handle, number, inputs, len(entry.inputs), outputs,
                                    len(entry.outputs), self.error)
-        self.known: Callable[..., tuple[Any, ...] | None] | None = None  # of arguments as the last ones were
+        self.known: Callable[..., tuple[Any, ...] | None] | None = None  # the call for arguments like the last ones
 
     def learn(self, flat: Sequence[Any], arrays: NumPy | Torch) -> Callable[[], Any]:
-        """What follows from the shapes of arguments, which the structures describe; the call with those."""
+        """Computes the results' shapes for the arguments that the structures describe, and generates `known` for later
+        calls with the same shapes. Returns the call with the present arguments."""
         self.known = None
         if self.find_shapes():
             raise failed(self.error)
         self.call.on_device = arrays.device != "cpu"
         keys = [arrays.key(x) for x in flat]
-        # Without `self`: a frame that nobody has is gone at once, with its share in the model.
+        # The generated functions hold no reference to `self`: without a cycle, an unused frame is freed immediately,
+        # and with it its reference to the model.
         rest = self.results, self.dtypes, self.run, self.call, self.error
         if None not in keys:
             self.known = calling(arrays, [k for k in keys if k], self.given, *rest)
@@ -76,7 +78,7 @@ class Method:
         self.frames = threading.local()
 
     def frame(self) -> Frame:
-        """This thread's."""
+        """The frame of the current thread."""
         try:
             found: Frame = self.frames.own
         except AttributeError:
@@ -94,7 +96,7 @@ class Method:
         return self.arguments.ordered(args, kwargs)
 
     def run(self, flat: Sequence[Any]) -> Sequence[Any]:
-        """The results, one after the other."""
+        """Runs the method on its inputs in order. Returns its results as a flat sequence."""
         frame = self.frame()
         if len(flat) != self.count:
             raise self.arguments.miscounted(len(flat))
@@ -115,7 +117,7 @@ class Module:
     def __init__(self, path: str | os.PathLike[str], target: str | None = None, device: int = 0,
                  verify: Key | None = None) -> None:
         self.path = os.fspath(path)
-        # The runtime checks weights, in less time.
+        # `whole=False`: the runtime checks the weights, which takes less time.
         sections = read(self.path, whole=False, verify=None if verify is None else verifier(verify))
         self.index = read_index(the(sections, INDEX, "index").data)
         self.hash = hash_of(self.path)
@@ -134,7 +136,7 @@ class Module:
         if hasattr(self.library, "flam_load_on"):
             self._handle: int | None = self.library.flam_load_on(self.path.encode(), wanted, device, error)
             self.device = self.library.flam_device_name(self._handle).decode() if self._handle else ""
-        else:  # of format 1.0, which has CPUs alone
+        else:  # a package of format 1.0, which supports only CPUs
             self._handle = self.library.flam_load(self.path.encode(), wanted, error)
         if not self._handle:
             raise failed(error)
@@ -244,7 +246,7 @@ class Module:
         with self._lock:
             handle, self._handle = self._handle, None
         for method in self._methods.values():
-            method.frames = threading.local()  # those of all threads are gone as soon as none of them runs
+            method.frames = threading.local()  # frees the frames of all threads, each once its call has finished
         if handle:
             self.library.flam_unload(handle)
 

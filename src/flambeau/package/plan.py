@@ -1,8 +1,8 @@
 """Encodes a Program for the C runtime: how to compute sizes, where buffers are, what to launch.
 
-Every number of a run (a size, an offset, a scale) is found from those before it by one operation, so that the runtime
-interprets no expressions, and a file cannot hold a cycle of them. Their order is that of
-`program` in runtime/internal.h.
+Every number of a run (a size, an offset, a scale) is computed from earlier ones by one operation. So the runtime
+interprets no nested expressions, and a file cannot contain a cycle. The words are in the order of `program` in
+runtime/internal.h.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ FOLDED: dict[type[ast.operator], str] = {
 
 @dataclass(frozen=True)
 class Role:
-    """What an argument of a program is: an input of the method, or a weight."""
+    """The role of a program's argument: an input of the method, or a weight."""
 
     place: int
     which: int
 
 
 def fault_texts() -> list[str]:
-    """By kind; the first character says what is done to the index."""
+    """The messages of faults by kind. The first character tells the runtime how to decode the index to show."""
     out = [""] * (max(MESSAGES) + 1)
     for fault, (_, text) in MESSAGES.items():
         out[fault] = ("-" if fault in WRAPPED else "~" if fault is Fault.VALUES else " ") + text
@@ -61,7 +61,7 @@ def fault_texts() -> list[str]:
 
 
 class Numbers:
-    """The numbers of a run, each once."""
+    """The numbers that the runtime computes for a call, without duplicates."""
 
     def __init__(self, p: Program, positions: dict[str, int]) -> None:
         self.words: dict[tuple[int, int, int], int] = {}
@@ -69,7 +69,7 @@ class Numbers:
         self.makers = {name: str(x.target) for x in p.steps if isinstance(x, Call) for name in x.names}
         self.positions = positions  # of the inputs, by the names of their buffers
         self.known: dict[str, int] = {}
-        self.sizes: dict[str, int] = {}  # of the kernel whose texts are read
+        self.sizes: dict[str, int] = {}  # n0, n1, ... of the kernel whose expressions are being parsed
 
     def add(self, op: str, a: int = 0, b: int = 0) -> int:
         return self.words.setdefault((OPS[op], a, b), len(self.words))
@@ -108,7 +108,7 @@ class Numbers:
         return self.known[name]
 
     def text(self, text: str, sizes: Sequence[int]) -> int:
-        """A number that a text over the sizes n0, n1, ... of a kernel says, and `units`, the cores of a device."""
+        """The number of a Python expression over the sizes n0, n1, ... of a kernel and `units`, a device's cores."""
         self.sizes = {f"n{k}": n for k, n in enumerate(sizes)}
         try:
             return self.parsed(ast.parse(text, mode="eval").body)[0]
@@ -116,14 +116,14 @@ class Numbers:
             self.sizes = {}
 
     def parsed(self, e: ast.expr) -> tuple[int, bool]:
-        """A number that Python would find, and whether it is a double."""
+        """The number for a Python expression, with Python's result, and whether it is a double."""
         match e:
             case ast.Name(id=name) if name in self.sizes:
                 return self.sizes[name], False
             case ast.Name(id="units"):
                 return self.add("units"), False
             case ast.Compare(left=a, ops=[ast.Lt() | ast.LtE() as op], comparators=[b]):
-                # One where it holds, and zero elsewhere.
+                # 1 if the comparison holds, otherwise 0.
                 more = self.binary("sub", self.parsed(b), self.parsed(a))[0]
                 more = more if isinstance(op, ast.Lt) else self.add("add", more, self.constant(1))
                 return self.add("max", self.constant(0), self.add("min", self.constant(1), more)), False
@@ -183,7 +183,7 @@ class Numbers:
 
 
 def root(p: Program, name: str) -> str:
-    """The buffer whose memory it lies in."""
+    """The buffer that owns the memory of `name`."""
     while (b := p.places[name]).place == "over":
         name = b.over
     return name
@@ -197,8 +197,8 @@ def layout(p: Program, v: Value) -> tuple[tuple[Index, ...], Index]:
 
 
 def direct_outputs(p: Program) -> dict[int, str]:
-    """Results that are all of a buffer of their own, which are written there at once; the others are copied at the
-    end."""
+    """The results that cover a whole buffer of their own, by position: kernels write them directly. The other results
+    are copied at the end."""
     found: dict[int, str] = {}
     for k, v in enumerate(p.outputs):
         name = root(p, v.buffer) if isinstance(v, Value) else ""
@@ -214,9 +214,9 @@ def direct_outputs(p: Program) -> dict[int, str]:
 
 
 class Plan:
-    """The words of one program. `roles`: of its arguments; `kernels`: of each of its kernels, which entry it is in the
-    machine code, or what is launched on a device; `held`: adds a constant of the graph to the weights, and says which
-    one it is there."""
+    """Encodes one program as words. `roles`: the roles of its arguments. `kernels`: for each of its kernels the entry
+    in the machine code, or the launches on a device. `held`: adds a constant of the graph to the weights and returns
+    its position there."""
 
     def __init__(self, p: Program, roles: Sequence[Role], kernels: Sequence[int | DeviceKernel],
                  held: Callable[[torch.Tensor], int]) -> None:
@@ -247,7 +247,7 @@ class Plan:
         some = self.numbers.index(top * dtype.itemsize)
         if all(n.is_const and n.const > 0 for n in shape):
             return some
-        # Without elements it takes no memory, whatever the others say.
+        # A tensor without elements takes no memory, whatever its other sizes are.
         count = as_index(1)
         for n in shape:
             count = count * n
@@ -259,12 +259,12 @@ class Plan:
         if k in self.direct:
             return self.p.places[self.direct[k]].strides
         strides = v.strides or layout(self.p, v)[0]
-        # Dense in the order of the view; what is expanded or has gaps becomes rows.
+        # Dense views keep their memory order; expanded ones and those with gaps become contiguous.
         return strides if self.is_dense(v.shape, strides) else contiguous_strides(v.shape)
 
     @staticmethod
     def is_dense(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
-        """Whether it lies in one piece, in any order of its dimensions."""
+        """Whether the memory has no gaps and no overlaps, in any order of its dimensions."""
         step, left = as_index(1), [(s, n) for s, n in zip(strides, shape, strict=True) if n != as_index(1)]
         while left:
             found = next((k for k, (s, _) in enumerate(left) if s == step), None)
@@ -323,8 +323,8 @@ class Plan:
                 self.copy(to, self.numbers.constant(0), self.out_strides(k), v, "result")
 
     def call(self, c: Call) -> None:
-        """An operator of torch. What it is called with is JSON, in which tensors and numbers of the run go by their
-        positions (torch_calls.py)."""
+        """Encodes a call of a torch operator. Its arguments are JSON that refers to tensors and run-time numbers by
+        their positions (torch_calls.py)."""
         tensors: list[list[int]] = []
         sizes: list[int] = []
 
@@ -400,13 +400,13 @@ class Plan:
     # ---- all of it -------------------------------------------------------------------------------------
 
     def encoded(self, inputs: Sequence[BufferPlan]) -> list[int]:
-        """The words. `inputs`: those of the method, in order."""
+        """All words of the program. `inputs`: the buffers of the method's inputs, in order."""
         ports: list[int] = []
         for b in inputs:
             which = self.roles[b.name].which
             for k, n in enumerate(b.shape):
                 found = self.numbers.index(n)
-                # A size that others follow from is what it is.
+                # A size that other numbers are computed from need not be checked against itself.
                 ports.append(-1 if found == self.numbers.add("size", which, k) else found)
             for k, s in enumerate(b.strides):
                 found = self.numbers.index(s)
@@ -418,8 +418,8 @@ class Plan:
 
 
 def missing_operators(p: Program, torch_too: bool) -> tuple[list[str], list[str]]:
-    """The operators of a program that have no kernel of ours, each once: those that a package cannot have, and those
-    that it leaves to torch."""
+    """The operators of a program without a kernel of ours, as two lists without duplicates: those that a package cannot
+    contain, and those that it leaves to torch."""
     calls = [s for s in p.steps if isinstance(s, Call) and not isinstance(s.target, Held)]
     left = {str(s.target) for s in calls if torch_too and isinstance(s.target, OpOverload)
             and all(p.places[n].dtype in DTYPES for n in s.names if n in p.places)}

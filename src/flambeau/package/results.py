@@ -1,4 +1,4 @@
-"""What a traced function returns: tensors, one after the other, and a structure that says how they are nested."""
+"""The results of a traced function: a flat sequence of tensors, and a structure that describes their nesting."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flambeau.torch_compat.fake import detect_fake_mode
 from flambeau.torch_compat.pytree import tree_unflatten
 
 aten = torch.ops.aten
-NUMBER = "flambeau_number"  # in what is known of a node: Python takes it as a number
+NUMBER = "flambeau_number"  # key in a node's meta: the model returns this tensor as a Python number
 
 
 def numbers_as_tensors(gm: fx.GraphModule) -> None:
-    """Results that are numbers of the run, such as sizes."""
+    """Converts results that are symbolic numbers, such as sizes, to scalar tensors."""
     out = gm.graph.output_node()
     results = list(out.args[0])  # type: ignore[arg-type]
     for k, r in enumerate(results):
@@ -33,12 +33,12 @@ def numbers_as_tensors(gm: fx.GraphModule) -> None:
 
 
 class Leaf(dict[str, Any]):
-    """Of a structure of results: {"output": its position}, {"number": that of one that is a number in the model}, or
-    {"value": what it is}."""
+    """A leaf of the structure of results: {"output": position of a tensor}, {"number": position of a tensor that the
+    model returns as a number}, or {"value": a constant}."""
 
 
 def structure_of(spec: Any, results: Sequence[Any]) -> Any:
-    """How results are nested, with their positions at the leaves."""
+    """The nesting of the results, as JSON-like data with a `Leaf` for each result."""
     count = iter(range(len(results)))
 
     def leaf(r: Any) -> Leaf:

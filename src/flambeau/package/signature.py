@@ -16,21 +16,22 @@ from typing import Any, TypeAlias
 
 from flambeau.errors import Error, OptionError
 
-Key: TypeAlias = str | os.PathLike[str] | bytes  # the name of a PEM file, or what is in it
+Key: TypeAlias = str | os.PathLike[str] | bytes  # the path of a PEM file, or its content
 
 
 class SignatureError(Error):
-    """A package that the given key did not sign."""
+    """The package was not signed with the given key."""
 
 
 def signer(key: Key) -> Callable[[bytes], bytes]:
-    """What makes signatures with a private key."""
+    """A function that signs messages with a private key."""
     one = loaded(key, "private")
     return lambda message: one.sign(message)
 
 
 def verifier(key: Key) -> Callable[[bytes, bytes | None], None]:
-    """What refuses a message and its signature (None: it has none) unless the key of this public one made it."""
+    """A function that takes a message and its signature (None: unsigned), and raises SignatureError unless the private
+    key of this public key made the signature."""
     one = loaded(key, "public")
     from cryptography.exceptions import InvalidSignature
 

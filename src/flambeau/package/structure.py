@@ -1,4 +1,4 @@
-"""Arguments as a model has them become inputs, one after the other; results become what it returns."""
+"""Flattens the nested arguments of a model into inputs, and nests its flat results again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .index import Port
 
 
 def paths(name: str, x: Any) -> list[tuple[str, Any]]:
-    """What is inside lists, tuples and dictionaries, by where it is."""
+    """The leaves of nested lists, tuples and dictionaries, each with its path: ("x.0.key", value)."""
     if isinstance(x, Mapping):
         inside: Any = x.items()
     elif isinstance(x, list | tuple):
@@ -25,20 +25,20 @@ def paths(name: str, x: Any) -> list[tuple[str, Any]]:
 
 
 class Arguments:
-    """Arguments of a method as its inputs, one after the other. Tensors have the places that they had when the package
-    was made; what else was given then is part of it, and may be given again."""
+    """Maps the arguments of a method to its flat inputs. Tensors stand where they stood when the package was exported.
+    Other values given then are fixed in the package; a call may repeat them, but not change them."""
 
     def __init__(self, method: str, inputs: Sequence[Port], said: Any) -> None:
         self.method, self.inputs = method, inputs
         self.names = [p.name for p in inputs]
-        # Before format 1.4 only the names of the inputs were known.
+        # Before format 1.4 packages held only the names of the inputs.
         self.parameters: list[str] | None = said["parameters"] if isinstance(said, dict) else None
         self.fixed: dict[str, Any] = dict(said["fixed"]) if isinstance(said, dict) else {}
 
     def ordered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         if self.parameters is None:
             args = [x for x in args if any(is_array(y) for _, y in paths("", x))]
-        # Arrays alone are the inputs, wherever they were.
+        # If all arguments are arrays, they are the inputs in order, however they were nested at export.
         flat = self.parameters is None or all(map(is_array, args))
         parameters = self.names if flat else self.parameters or []
         if len(args) > len(parameters):
@@ -52,10 +52,10 @@ class Arguments:
         for port in self.inputs:
             if port.name not in leaves:
                 if port.name in given or any(name.startswith(f"{port.name}.") for name in leaves):
-                    raise unlike(port, given.get(port.name, leaves))  # what has others inside
+                    raise unlike(port, given.get(port.name, leaves))  # a container where an array is expected
                 raise PackageError(f"method {self.method!r}: input {port.name!r} is missing: expected {port.type}")
             x = leaves.pop(port.name)
-            found.append(np.asarray(x) if isinstance(x, np.generic) else x)  # NumPy's sums are no arrays
+            found.append(np.asarray(x) if isinstance(x, np.generic) else x)  # NumPy reductions return scalars
         for name, x in leaves.items():
             if name not in self.fixed and (self.parameters is not None or is_array(x)):
                 raise PackageError(f"method {self.method!r} has no input {name!r}: its inputs are {self.listed()}")
@@ -74,13 +74,13 @@ class Arguments:
 
 
 def nesting(structure: Any) -> Callable[[Sequence[Any]], Any]:
-    """What puts results, one after the other, where the function had them."""
+    """A function that nests flat results as the traced function returned them."""
     (kind, inside), = structure.items()
     if kind == "output":
         return itemgetter(inside)
     if kind == "number":
         return lambda results: results[inside].item()
-    if kind in ("dict", "pairs"):  # keys that are no texts come in pairs
+    if kind in ("dict", "pairs"):  # dictionaries with keys other than strings are lists of pairs
         named = {k: nesting(v) for k, v in (inside.items() if kind == "dict" else inside)}
         return lambda results: {k: of(results) for k, of in named.items()}
     if kind in ("tuple", "list"):

@@ -1,8 +1,8 @@
-"""Operators that a package leaves to torch: the runtime says which and where the tensors are, and they are called.
+"""Calls the operators that a package leaves to torch. The runtime passes the operator and its tensors' addresses.
 
-What is called is JSON: {"operator": "aten.linalg_qr.default", "args": [...], "kwargs": {...}, "results": [0, 1]}. In it
-a tensor is {"tensor": k}, a number of the run {"number": k}, a double {"float": its digits in hexadecimal} and what
-has a name in torch {"torch": "torch.float32"}; `results` are those that are kept, null for the only one.
+A call is JSON: {"operator": "aten.linalg_qr.default", "args": [...], "kwargs": {...}, "results": [0, 1]}. In it
+a tensor is {"tensor": k}, a number computed at run time {"number": k}, a double {"float": its digits in hexadecimal}
+and a named object of torch {"torch": "torch.float32"}. `results`: the positions to keep, or null for a single result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FAILED = 5  # FLAM_DATA
 
 @cache
 def caller() -> Any:
-    """What the runtime calls; None where there is no torch."""
+    """The callback for the runtime, or None if torch is not installed."""
     try:
         import torch
     except ImportError:
@@ -46,7 +46,7 @@ def caller() -> Any:
 
 
 def tensor_of(torch: Any, t: Tensor) -> Any:
-    """A tensor over the runtime's memory."""
+    """A torch tensor that shares the runtime's memory."""
     sizes, strides, dtype = tuple(t.sizes[:t.rank]), tuple(t.strides[:t.rank]), getattr(torch, DTYPES[t.dtype])
     if 0 in sizes:
         return torch.empty_strided(sizes, strides, dtype=dtype)

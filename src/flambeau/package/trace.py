@@ -27,13 +27,13 @@ from .weights import Weights
 
 aten = torch.ops.aten
 GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
-MOST = 1 << 40  # a size without an upper end
+MOST = 1 << 40  # stands for the upper bound of an unbounded size
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
 
 @dataclass(frozen=True)
 class Port:
-    """An input or output of a method, as the index has it."""
+    """An input or output of a method, as the index stores it."""
 
     name: str
     dtype: torch.dtype
@@ -60,7 +60,8 @@ class Method:
 
 
 class Wrapped(torch.nn.Module):
-    """A function as a module; those of a module bring it along, with its names."""
+    """Wraps a function in a module. A bound method of a module registers that module, so its weights keep their names
+    (under `owner.`)."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class TrainStep:
 
 
 class WithLoss(Wrapped):
-    """Gradients are those of the first result: the others are cut off."""
+    """Wraps a function whose first result is the loss; the other results are detached."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
@@ -96,11 +97,11 @@ class WithLoss(Wrapped):
 
 def exported(name: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any,
              exact: bool) -> tuple[ExportedProgram, Any, str]:
-    """What torch.export makes of a function, taken apart; how its results are nested, and what its weights' names begin
-    with beside the module's own."""
+    """Exports a function with torch.export and decomposes it. Returns the program, the nesting of its results, and the
+    prefix that precedes the module's own names of weights."""
     trains = isinstance(function, TrainStep)
     function = function.function if trains else function
-    # A tensor that is given twice would be one input, and one that is a parameter none: each is a tensor of its own.
+    # torch would make one input of a tensor that is given twice, and none of a parameter: detach gives each its own.
     args, kwargs = tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x,
                             (args, dict(kwargs)))
     if isinstance(function, ExportedProgram):
@@ -138,7 +139,7 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
     given = tuple(args), dict(kwargs or {})
     found, nesting, prefix = exported(name, function, *given, dynamic_shapes, exact)
     gm, signature = found.graph_module, found.graph_signature
-    for n in reversed(gm.graph.nodes):  # what torch assumed of inputs, the runtime checks
+    for n in reversed(gm.graph.nodes):  # torch's assertions about inputs: the runtime checks them
         if getattr(n.target, "__name__", "").startswith(("_assert_", "sym_constrain_range")) and not n.users:
             gm.graph.erase_node(n)
     serve_all_sizes(gm, found.range_constraints)
@@ -147,7 +148,7 @@ def traced(name: str, weights: Weights, exact: bool, function: Any, args: tuple[
     written = {s.target for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION}
     roles: list[Role] = []
     inputs: list[Port] = []
-    shown: dict[str, str] = {}  # what the user calls a symbol of torch's
+    shown: dict[str, str] = {}  # the user's name for each symbol of torch
     said, names, dims = argument_names(*given, function, dynamic_shapes)
     for spec, place in zip(signature.input_specs, [n for n in gm.graph.nodes if n.op == "placeholder"], strict=True):
         val = place.meta.get("val")
@@ -191,8 +192,8 @@ def refused(missing: dict[str, list[str]]) -> UnsupportedError:
 
 
 def copied_results(gm: fx.GraphModule, program: Program) -> fx.GraphModule | None:
-    """The graph with copies of those results that would share memory with something else, or be written out of order;
-    None if there are none left."""
+    """The graph with a copy of each result that a kernel does not write directly (see `direct_outputs`): one that
+    shares memory, or is strided. Returns None if no copy is missing."""
     results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     direct = direct_outputs(program)
     shared = [k for k, node in enumerate(results) if k not in direct and not is_copy(node)]
@@ -217,7 +218,8 @@ def is_copy(node: fx.Node) -> bool:
 
 
 def call_in_order(graph: fx.Graph) -> None:
-    """Operators that do more than compute hand a token to the next, which orders them; the list of steps does here."""
+    """Replaces operators with effects, which torch orders by passing a token from one to the next, with plain calls:
+    the list of steps keeps their order."""
     for node in list(graph.nodes):
         if "with_effects" not in str(node.target):
             continue
@@ -237,8 +239,8 @@ def call_in_order(graph: fx.Graph) -> None:
 
 
 def serve_all_sizes(gm: fx.GraphModule, ranges: Mapping[Any, Any]) -> None:
-    """torch traces as if sizes were at least two, and promises the graph for all of the range that was asked for: no
-    kernel may count on the two."""
+    """Widens the ranges of symbolic sizes to those requested. torch traces as if sizes were at least two, but promises
+    that the graph holds for the whole range, so kernels must not rely on the two."""
     vals = (n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder")
     sizes: list[Any] = [s for v in vals if isinstance(v, torch.Tensor) for s in v.shape]
     for size in (s for s in sizes if isinstance(s, torch.SymInt)):
@@ -247,8 +249,8 @@ def serve_all_sizes(gm: fx.GraphModule, ranges: Mapping[Any, Any]) -> None:
 
 
 def drop_numbers(gm: fx.GraphModule, roles: list[Role]) -> None:
-    """Numbers that were given to the trace are in it: they are no arguments any more, and results that are numbers are
-    part of the structure."""
+    """Removes arguments and results that are not tensors: numbers given to the trace are constants of the graph, and
+    constant results are part of the structure."""
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for place, role in zip(places, roles, strict=True):
         if role.place < 0:
@@ -260,8 +262,8 @@ def drop_numbers(gm: fx.GraphModule, roles: list[Role]) -> None:
 
 
 def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str, fx.Node], inputs: list[str]) -> None:
-    """What torch.export returns as the new value of a buffer is written there, as a captured graph says it. `inputs`:
-    names of the tensors that are given."""
+    """Writes the new values of buffers, which torch.export returns as results, back with `copy_`, as captured graphs
+    do. `inputs`: the names of the method's tensor inputs."""
     out = gm.graph.output_node()
     results = list(out.args[0])  # type: ignore[arg-type]
     place_of = {s.target: nodes[s.arg.name] for s in signature.input_specs if s.target}
@@ -287,7 +289,7 @@ def write_buffers(name: str, gm: fx.GraphModule, signature: Any, nodes: dict[str
 
 
 def parameters(function: Any) -> list[str]:
-    """Names of those that are given by position."""
+    """The names of the parameters that can be passed by position."""
     if isinstance(function, TrainStep):
         return parameters(function.function)
     if isinstance(function, ExportedProgram):
@@ -297,7 +299,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def defaults(function: Any) -> dict[str, Any]:
-    """Of parameters that need not be given."""
+    """The default values of optional parameters, by name."""
     function = function.function if isinstance(function, TrainStep) else function
     found = () if isinstance(function, ExportedProgram) else signature_of(function)
     return {p.name: p.default for p in found if p.default is not p.empty}
@@ -310,8 +312,8 @@ def signature_of(function: Any) -> Sequence[inspect.Parameter]:
 
 def argument_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], function: Any, dynamic_shapes: Any
                    ) -> tuple[dict[str, Any], list[str], list[Any]]:
-    """Where arguments are, and those that are no tensors; names of the tensors among them, in order: those of the
-    parameters, with the places inside; and what `dynamic_shapes` says of each."""
+    """Flattens arguments. Returns the parameters' names with the values that are not tensors ("fixed"), the names of
+    the tensors in order (the parameter's name, then the path inside it), and each one's entry in `dynamic_shapes`."""
     leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
     known = parameters(function)
     known += [f"argument{at}" for at in range(len(known), len(args))]
@@ -338,7 +340,7 @@ def argument_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], function: A
 
 
 def plain(x: Any) -> Any:
-    """What is no tensor, as JSON has it."""
+    """A value that is not a tensor, as JSON; other types than JSON's become strings."""
     return x if x is None or isinstance(x, bool | int | float | str) else str(x)
 
 

@@ -13,12 +13,12 @@ from .container import ALIGN, text_words
 from .index import ALSO, ORDER
 from .plan import DTYPES, MOST_RANK, STATE, WEIGHT
 
-# As safetensors calls them.
+# The dtypes' names in safetensors.
 KINDS = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
          torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64", torch.float16: "F16",
          torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
-CONSTANT = "constant."  # before the number of one that a graph holds
-PAD = "__pad__."  # tensors without meaning: the layout has no gaps, and the next one is aligned
+CONSTANT = "constant."  # before the number of a constant that a graph contains
+PAD = "__pad__."  # padding tensors: safetensors allows no gaps, and the next tensor must be aligned
 
 
 class Weights:
@@ -27,11 +27,11 @@ class Weights:
         self.tensors: list[torch.Tensor] = []
         self.mutable: list[bool] = []
         self.known: dict[tuple[object, ...], int] = {}
-        self.called: dict[str, str] = {}  # by all of their names; weights that are tied have several
+        self.called: dict[str, str] = {}  # every name of a weight to its first; tied weights have several
 
     def add(self, name: str, t: torch.Tensor, mutable: bool) -> int:
-        """Which one it is; a tensor that is there already, by whatever name, is not there twice. `mutable`: a method
-        writes to it, and those that read it see that."""
+        """Adds a weight and returns its position. A tensor that is already stored, under any name, is not stored again.
+        `mutable`: a method writes to it, and methods that read it see the new value."""
         if t.dtype not in DTYPES or t.dim() > MOST_RANK or t.layout is not torch.strided or t.device.type != "cpu":
             raise UnsupportedError(f"the weight {name} is {t.dtype} {list(t.shape)} on {t.device}: packages hold dense "
                                    "tensors of the CPU")
@@ -60,7 +60,7 @@ class Weights:
                 if name != own and not name.startswith(CONSTANT)}
 
     def encoded(self) -> tuple[bytes, list[list[int]]]:
-        """The section, and a row of the index for each."""
+        """The section's content, and one row of the index for each weight."""
         parts: list[bytes] = []
         about = {"format": "flambeau"}
         header: dict[str, object] = {"__metadata__": about}
@@ -86,8 +86,8 @@ class Weights:
 
 
 def in_memory_order(t: torch.Tensor) -> tuple[list[int], list[int], bytes]:
-    """Dimensions from the outermost in memory to the innermost, their sizes, and the bytes in that order. What is
-    expanded or has gaps is stored with all that lies between its first and last element."""
+    """The dimensions from outermost to innermost in memory, their sizes, and the bytes in that order. A tensor that is
+    expanded or has gaps is stored flat, with everything between its first and last element."""
     if t.numel() == 0:
         return [], list(t.shape), b""
     reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))

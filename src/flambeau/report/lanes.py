@@ -1,4 +1,4 @@
-"""The streams of a program as lanes over time, as the model of times has them: text, and events for Perfetto.
+"""Draws the streams of a program as lanes over modelled time: as text, and as trace events for Perfetto.
 
     print(drawn(program, tuning))
 """
@@ -25,7 +25,7 @@ def title(s: Step) -> str:
 
 
 def drawn(p: Program, tuning: Tuning) -> str:
-    """A line for each stream, its steps numbered; below, what the numbers are."""
+    """One line per stream with its steps as numbered boxes, followed by the title and the times of each number."""
     lanes = timeline(p, tuning)
     end = max((lane.end for lane in lanes.values()), default=1.0)
     rows: dict[int, list[str]] = {}
@@ -42,7 +42,7 @@ def drawn(p: Program, tuning: Tuning) -> str:
 
 
 def events(p: Program, tuning: Tuning, name: str, pid: int, at: float) -> list[dict[str, Any]]:
-    """The same for a trace in Chrome's format, from microsecond `at` on."""
+    """The timeline as events of a trace in Chrome's format, starting at microsecond `at`."""
     made: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"plan: {name}"}}]
     lanes: dict[int, Lane] = timeline(p, tuning)
     for stream in sorted({lane.stream for lane in lanes.values()}):
@@ -55,7 +55,7 @@ def events(p: Program, tuning: Tuning, name: str, pid: int, at: float) -> list[d
 
 
 def add_plans(file: Path, programs: Sequence[tuple[str, Program, Tuning]]) -> None:
-    """The plans of programs with several streams, in a trace of torch's profiler, beside what ran."""
+    """Adds the modelled timelines of programs with several streams to the file of torch's profiler."""
     found = [(name, p, tuning) for name, p, tuning in programs if p.streams]
     if not found:
         return

@@ -52,7 +52,7 @@ def page(session: Session, profile: Profile) -> str:
 
 
 def others_data(profile: Profile, steps: int) -> list[list[Any]]:
-    """What ran outside of compiled graphs: name, times a step, seconds a step. The short ones are one row."""
+    """The operators outside of compiled graphs: name, count and seconds per step. The fastest ones share a row."""
     found = sorted(((name, n, s) for name, (n, s) in profile.others.items()), key=lambda x: -x[2])
     shown, more = found[:OTHERS], found[OTHERS:]
     if more:

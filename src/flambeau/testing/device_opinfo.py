@@ -25,13 +25,13 @@ from flambeau.torch_compat.testing import OpInfo, SampleInput
 
 from .opinfo import OPS, PARTS, Report, gradients, is_undefined, judge, print_table, samples_of
 
-# Operators that take sizes out of a tensor, which is on the CPU everywhere.
+# Operators that read sizes from a tensor argument, which stays on the CPU for all devices.
 _SIZES_ON_CPU = ("tensor_split",)
 
 
 def check_on_device(name: str, dtype: torch.dtype = torch.float32, limit: int | None = None,
                     device: str = "cpu") -> Report:
-    """Every sample input (or the first `limit`) of the op_db entry `name` in `dtype`, as it is drawn on `device`."""
+    """Runs all sample inputs (or the first `limit`) of the op_db entry `name` in `dtype`, as drawn for `device`."""
     enable_device()
     op, report = OPS[name], Report(name, dtype)
     samples, wants_grad = samples_of(op, dtype, limit, device)
@@ -72,7 +72,7 @@ def _compare(op: OpInfo, sample: SampleInput, wants_grad: bool, report: Report) 
                 continue
             assert x.shape == y.shape and x.dtype == y.dtype, \
                 f"{where}: {x.dtype}{list(x.shape)}, the CPU {y.dtype}{list(y.shape)}"
-            # Draws are other numbers than the CPU's by design.
+            # Random numbers differ from the CPU's by design.
             if not (drawn or "empty" in op.name or is_undefined(op, report.dtype, part, k)):
                 judge(op, x.cpu(), y, wide, part, k)
 
@@ -91,7 +91,7 @@ def _evaluate(op: OpInfo, sample: SampleInput, device: str, wants_grad: bool,
             return dtype
         if not isinstance(x, torch.Tensor) or (op.name in _SIZES_ON_CPU and x is not sample.input):
             return x
-        marked = x.is_conj() or x.is_neg()  # such a view travels as one
+        marked = x.is_conj() or x.is_neg()  # `to` keeps the view a view
         moved = x.detach().to(device) if marked else copied(x, device=device)
         if dtype is not None and x.is_floating_point():
             moved = moved.to(dtype)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @contextmanager
 def one_order(warn_only: bool = True) -> Iterator[None]:
-    """Kernels that add in the same order every time, where torch has them; else it warns, or raises."""
+    """Inside the block, torch uses kernels that add in a fixed order. Where it has none, it warns, or raises."""
     before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
@@ -28,7 +28,8 @@ def one_order(warn_only: bool = True) -> Iterator[None]:
 
 
 def in_one_order(run: Callable[[], T]) -> T:
-    """Strictly, as attention has no such kernel where torch shall only warn; or so, where torch refuses an operator."""
+    """Runs with deterministic kernels, first in strict mode: with warnings only, torch's attention is not
+    deterministic. If torch refuses an operator in strict mode, runs again with warnings only."""
     try:
         with one_order(warn_only=False):
             return run()
@@ -40,7 +41,7 @@ def in_one_order(run: Callable[[], T]) -> T:
 
 
 def warned(run: Callable[[], T]) -> tuple[T, bool]:
-    """The result with deterministic kernels, and whether torch had to do without one."""
+    """The result with deterministic kernels, and whether torch warned that an operator has no such kernel."""
     with one_order(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         result = run()

@@ -6,9 +6,9 @@
     python -m flambeau.testing.opinfo [name-part ...] [--dtype float32] [--limit N]
 
 All graphs of one operator are captured first (running as ATen), then built together, then run again on our kernels:
-one compiler start instead of one for each sample. The judge is eager in the same dtype at torch's own tolerances; where
-eager itself is off in low precision, the float64 result decides: ours may not be further from it than eager's. With
-numerics="eager" there are no tolerances: results have eager's bits, random ones included.
+one compiler start instead of one for each sample. The reference is eager in the same dtype at torch's own tolerances.
+Where eager itself is inaccurate in low precision, the float64 result decides: ours may not be further from it than
+eager's. With numerics="eager" there are no tolerances: results have eager's bits, random numbers included.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ RANDOM = ("rand", "normal", "bernoulli", "uniform", "dropout", "exponential", "g
           "empty", "log_normal", "rrelu", "poisson", "fractional")
 PARTS = ("output", "gradient")
 
-# Outputs that eager itself leaves as they are in memory: the state of random numbers where nothing is random.
+# Outputs that eager leaves uninitialised: the random number state of calls that draw nothing.
 UNDEFINED: dict[str, tuple[int, ...]] = {"torch.ops.aten._flash_attention_forward": (2, 3),
                                         "torch.ops.aten._efficient_attention_forward": (2, 3)}
-# Where elements are equal, eager's algorithm decides which of them is chosen: outputs that say so, and gradients. The
-# samples of these dtypes have no equal elements.
+# The outputs that depend on which of several equal elements eager's algorithm chooses; gradients do, too. Samples of
+# the dtypes in DISTINCT have no equal elements.
 TIED: dict[str, tuple[int, ...]] = {"argsort": (0,), "kthvalue": (1,), "median": (1,), "mode": (1,), "msort": (),
                                     "nanmedian": (1,), "sort": (1,), "topk": (1,)}
 DISTINCT = (torch.float32, torch.float64)
 
 
 def is_undefined(op: Any, dtype: torch.dtype, part: int, k: int) -> bool:
-    """Whether eager promises nothing of an output (part 0) or a gradient (part 1)."""
+    """Whether eager does not define the value of an output (part 0) or a gradient (part 1)."""
     name = getattr(op, "name", "")
     if name in TIED and dtype not in DISTINCT and (part == 1 or k in TIED[name]):
         return True
@@ -68,7 +68,7 @@ class Report:
     dtype: torch.dtype
     samples: int = 0
     gradients: int = 0
-    externs: dict[str, int] = field(default_factory=dict)  # operators that kernels of ours did not compute, and calls
+    externs: dict[str, int] = field(default_factory=dict)  # operators that our kernels did not compute: calls
     failures: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # eager or the capture itself refuses the sample
     values: int = 0  # compared bit by bit
@@ -94,7 +94,7 @@ class Switch:
 
 
 def samples_of(op: OpInfo, dtype: torch.dtype, limit: int | None, device: str) -> tuple[list[SampleInput], bool]:
-    """The first samples, or all, and whether there are gradients to compare."""
+    """The first `limit` samples (None: all), and whether there are gradients to compare."""
     grad = op.supports_autograd and dtype in op.supported_backward_dtypes(device) and dtype.is_floating_point
     torch.manual_seed(1234)
     return list(op.sample_inputs(device, dtype, requires_grad=grad))[:limit], grad
@@ -102,7 +102,7 @@ def samples_of(op: OpInfo, dtype: torch.dtype, limit: int | None, device: str) -
 
 def check_opinfo(name: str, dtype: torch.dtype = torch.float32, *, limit: int | None = None, numerics: str = "fast",
                  device: str = "cpu") -> Report:
-    """Every sample input (or the first `limit`) of the op_db entry `name` (as in OPS) in `dtype`."""
+    """Checks all sample inputs (or the first `limit`) of the op_db entry `name` (a key of OPS) in `dtype`."""
     op = OPS[name]
     report = Report(name, dtype)
     samples, wants_grad = samples_of(op, dtype, limit, device)
@@ -135,7 +135,7 @@ def check_opinfo(name: str, dtype: torch.dtype = torch.float32, *, limit: int | 
 
 
 def in_dtype(x: Any, dtype: torch.dtype) -> Any:
-    """An argument with `dtype` in place of the floating dtypes that it names, by itself or among options."""
+    """The argument with `dtype` in place of every floating dtype in it, also inside an options dataclass."""
     if isinstance(x, torch.dtype):
         return dtype if x.is_floating_point else x
     if is_dataclass(x) and not isinstance(x, type):
@@ -201,10 +201,10 @@ class _Case:
         return case
 
     def evaluate(self, fn: Callable[..., Any], dtype: torch.dtype | None = None) -> tuple[list[Any], list[Any]]:
-        """(outputs, gradients) for fixed random output gradients; in `dtype`, arguments that name one included."""
+        """(outputs, gradients) for fixed random output gradients, computed in `dtype` if it is given."""
         args = [copied(t, dtype if t.is_floating_point() else None).requires_grad_(t.requires_grad and self.wants_grad)
                 for t in self.leaves]
-        torch.manual_seed(42)  # as the entries that draw numbers do themselves, when they are not traced
+        torch.manual_seed(42)  # entries that draw numbers use this seed themselves, when they are not traced
         results = fn(*args) if dtype is None else fn(*args, dtype=dtype)
         outs = [o for o in pytree.tree_leaves(results) if isinstance(o, torch.Tensor)]
         if dtype is None:
@@ -213,8 +213,8 @@ class _Case:
         return [o.detach() for o in outs], grads
 
     def repeats(self, part: int, k: int, y: torch.Tensor) -> bool:
-        """Whether eager has this result every time. Sums in any order often agree by chance: torch knows of them, and
-        has other kernels or a warning where results shall not depend on the run."""
+        """Whether eager gives this result in every run. Sums in an undefined order often agree by chance, so torch's
+        deterministic mode decides: it has other kernels for them, or warns."""
         again, refused = warned(lambda: self.evaluate(self.call)[part][k])
         return not differing(again, y)[0] and not refused
 
@@ -252,7 +252,8 @@ class _Case:
 
 
 def gradients(outs: Sequence[Any], leaves: Sequence[torch.Tensor], kinds: Sequence[torch.dtype]) -> list[Any]:
-    """For fixed output gradients, drawn and rounded to these dtypes: a reference in another one has the same."""
+    """The gradients of the leaves for fixed output gradients, which are rounded to the dtypes `kinds`, so that a
+    reference in another dtype gets the same ones."""
     differentiable = [(o, kind) for o, kind in zip(outs, kinds, strict=True) if o.requires_grad]
     if not differentiable or not leaves:
         return []
@@ -262,7 +263,7 @@ def gradients(outs: Sequence[Any], leaves: Sequence[torch.Tensor], kinds: Sequen
 
 
 def differing(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
-    """How many values have other bits than y's, NaN aside, and by how many representable numbers at most."""
+    """The number of values whose bits differ from y's (all NaN are equal), and the largest difference in ulps."""
     found = difference("", y, x)
     assert not found.note, found.note
     return found.differ, found.max_ulps
@@ -270,7 +271,7 @@ def differing(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
 
 def judge(op: Any, x: torch.Tensor, y: torch.Tensor, exact: Callable[[], tuple[list[Any], list[Any]]], part: int,
           k: int) -> None:
-    """Raise unless x is eager's y at torch's tolerances, or no further than y from the float64 result."""
+    """Raises unless x is equal to eager's y at torch's tolerances, or no further than y from the float64 result."""
     try:
         torch.testing.assert_close(x, y, equal_nan=True, **tolerance(op, y.dtype))  # type: ignore[arg-type]
     except AssertionError as e:
@@ -284,7 +285,7 @@ def judge(op: Any, x: torch.Tensor, y: torch.Tensor, exact: Callable[[], tuple[l
 
 
 def tolerance(op: Any, dtype: torch.dtype) -> dict[str, float]:
-    """OpInfo's own tolerances for an operator where they are wider than the dtype's."""
+    """The tolerances for an operator: the dtype's, or OpInfo's own if they are wider."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return {}
     rtol, atol = default_tolerances(dtype)
@@ -297,16 +298,16 @@ def tolerance(op: Any, dtype: torch.dtype) -> dict[str, float]:
 
 
 def no_further(x: torch.Tensor, y: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Ours is as near to the float64 result as eager is, or within one rounding of the largest element of it."""
+    """Whether x is as near to the float64 result as eager's y, or within one rounding of the largest element."""
     eps = torch.finfo(x.dtype).eps
     largest = exact.nan_to_num(0, 0, 0).abs().amax().item() if exact.numel() else 0.0
     ok = torch.isclose(x.double(), exact, rtol=4 * eps, atol=eps * max(largest, 1.0), equal_nan=True)
     ours, eager = (t.double() - exact for t in (x, y))
     if bool((ok | (x == y)).all()) or x.numel() == 0:
         return True
-    # Rounding noise in low precision: as small as eager's on the whole, and nowhere far beyond its worst.
+    # Rounding errors in low precision: on average as small as eager's, and nowhere far above eager's largest.
     finite = exact.isfinite() & ours.isfinite() & eager.isfinite()
-    # Where eager itself ran out of range on the way to a finite result, it is no judge of ours doing the same.
+    # Where eager overflows on the way to a finite result, our result may overflow too.
     overflow = exact.isfinite() & ~eager.isfinite() & ~ours.isfinite()
     if not bool((finite | overflow | ok | (x == y)).all()):
         return False
@@ -317,14 +318,14 @@ def no_further(x: torch.Tensor, y: torch.Tensor, exact: torch.Tensor) -> bool:
 
 
 def counts(reports: Sequence[Report], dtype: torch.dtype) -> dict[str, int]:
-    """Entries of a dtype: how many agree, how many of those without an operator computed elsewhere; what was run."""
+    """Counts for the entries of a dtype: all, passed, passed with our kernels only ("native"), samples, gradients."""
     those = [r for r in reports if r.dtype == dtype]
     return {"entries": len(those), "passed": sum(r.ok for r in those), "native": sum(r.ok and r.native for r in those),
             "samples": sum(r.samples for r in those), "gradients": sum(r.gradients for r in those)}
 
 
 def print_table(check: Callable[..., Report], doc: str, limit: int | None = None, device: str | None = None) -> None:
-    """The command line of a check: a line for each entry, and what is wrong with it."""
+    """The command line of a check: prints a line for each entry, with its failures."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("names", nargs="*", help="parts of names; none: every entry")
     parser.add_argument("--dtype", action="append", help="float32 if none is named")
