@@ -56,7 +56,7 @@ class CallRecorder(TorchDispatchMode):
         given = tree_map_only(torch.Tensor, self.node, (args, named))
         made = func(*args, **named)
         call = self.graph.call_function(func)
-        call.args, call.kwargs = given  # set afterwards: torch 2.13 warns of a new node whose arguments are symbolic sizes
+        call.args, call.kwargs = given  # set afterwards, as torch 2.13 warns of new nodes with symbolic sizes
         call.meta["val"] = made
         if isinstance(made, torch.Tensor):
             self.add(made, call)
