@@ -46,14 +46,15 @@ def test_calls_and_their_parts_are_nodes() -> None:
 
 def test_symbolic_sizes_are_arguments() -> None:
     graph, mode = fx.Graph(), FakeTensorMode(shape_env=ShapeEnv())
-    with mode, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with mode, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         x = mode.from_tensor(torch.randn(3, 4), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2))
         recorder = CallRecorder(graph, {})
         recorder.add(x, graph.placeholder("x"))
         with recorder:
             made = x.view(x.shape[1], x.shape[0])
     call = recorder.node(made)
+    assert not said and isinstance(x.shape[0], torch.SymInt)
     assert call.target is aten.view.default and call.args[1] == [x.shape[1], x.shape[0]]
 
 
