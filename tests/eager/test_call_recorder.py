@@ -45,10 +45,10 @@ def test_calls_and_their_parts_are_nodes() -> None:
 
 
 def test_symbolic_sizes_are_arguments() -> None:
-    graph, mode = fx.Graph(), FakeTensorMode(shape_env=ShapeEnv())
+    graph, mode, real = fx.Graph(), FakeTensorMode(shape_env=ShapeEnv()), torch.randn(3, 4)
     with mode, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        x = mode.from_tensor(torch.randn(3, 4), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2))
+        x = mode.from_tensor(real, symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2))
         recorder = CallRecorder(graph, {})
         recorder.add(x, graph.placeholder("x"))
         with recorder:
