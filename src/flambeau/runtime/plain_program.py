@@ -44,9 +44,9 @@ INTERNED = (
     Attributes(Index, True, terms=tuple[tuple[tuple[Atom, ...], int], ...], const=int),
     Expressions(Expr, True, op=str, dtype=torch.dtype, args=tuple[Expr, ...], attr=Any),
 )
-# All dataclasses of four modules, and some from others.
+# All dataclasses and named tuples of four modules, and some from others.
 OURS = [kind for module in (attention, program, launch_plan, source) for kind in vars(module).values()
-        if is_dataclass(kind) and kind.__module__ == module.__name__]
+        if (is_dataclass(kind) or hasattr(kind, "_fields")) and kind.__module__ == module.__name__]
 RECORDS = (*INTERNED, Attributes(Held, tensor=torch.Tensor), *map(Record, (
     *OURS, Value, Host, Combine, Level, Fold, Bound, Table, Prepared, Strided, Recordable)))
 FUNCTIONS = (on_device, laid_out, run_and_save, run_with, send, fetch)  # functions that a program may call, by name
