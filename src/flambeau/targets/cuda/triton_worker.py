@@ -68,8 +68,8 @@ SINGLE_SUMS = r"""\t{
 def repaired(ptx: str) -> str:
     """Replaces instructions that give other numbers than eager's kernels have.
 
-    Square roots are rounded as in nvcc's code. Packed sums are computed one by one: where both numbers of a pair are
-    equal, one half of its sum with two constants is read, and optimization is on, ptxas (12.8 to 13.0) adds 0."""
+    Square roots are rounded as in nvcc's code. Packed sums are computed one by one: where a pair is added to two
+    constants, and one of the sums is read, ptxas (12.8 to 13.0) adds 0 instead."""
     return PACKED_SUM.sub(SINGLE_SUMS, ptx.replace("\tsqrt.approx.f32", "\tsqrt.rn.f32"))
 
 
