@@ -288,8 +288,9 @@ def python_path() -> str:
 
 @cache
 def identity() -> Sequence[str]:
-    """Returns what machine code depends on besides the text: versions, and the functions that texts call."""
-    library = [p.read_text() for p in sorted(LIBRARY.glob("*.py"))]
+    """Returns what machine code depends on besides the text: versions, the functions that texts call, and how they are
+    compiled."""
+    library = [p.read_text() for p in (*sorted(LIBRARY.glob("*.py")), WORKER)]
     linked = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (toolkit_library(),) if path is not None]
     return (triton_version(), os.environ.get("TRITON_PTXAS_PATH", ""), *library, *linked)
 
