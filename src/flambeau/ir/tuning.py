@@ -245,6 +245,7 @@ class BlockTuning(Tuning):
     neighbour_threads: int = number(64, "threads", "of one whose points compute several windows")
     tile: int = number(1024, "elements", "of a program: two accesses of 16 bytes for each thread")
     transpose_side: int = number(64, "elements", "of the tile of a transposition")
+    transposed_bytes: int = number(192, "bytes", "of a tile that a thread reads at most: they are in registers")
     transpose_few: int = number(32, "elements", "of one where there are few tiles")
     enough_tiles: int = number(1024, "programs", "of a map that keep a GPU busy: eight of 128 threads on a processor")
     phases: int = number(16, "elements", "that one point computes together, at most: its registers")
@@ -270,6 +271,7 @@ class BlockTuning(Tuning):
     column_tile: int = number(4096, "elements", "of columns that are held, where these are as wide as others")
     sector: int = number(32, "bytes", "side by side, of the narrowest columns: what a cache asks memory for; twice "
                                       "that is better, if there is room")
+    across_least: int = number(4, "elements", "between neighbours of a row in its results: as much is written for one")
     few_programs: int = number(66, "programs", "too few to fill a GPU: one for each second processor")
     few_columns: int = number(16, "columns", "of a program then")
     segment_items: int = number(8, "items", "of a segment read at once")
