@@ -43,8 +43,9 @@ class Tuning:
     split_row: int = number(4096, "elements", "the same of a row, of which a program has only one")
     split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
     product_even: int = number(64, "elements", "pieces of a sum of products are multiples of it")
-    split_more: int = number(4, "pieces", "fewer of one more variable are not worth cutting it")
+    split_more: int = number(4, "pieces", "fewer of one more variable are not worth cutting columns")
     split_columns: int = number(64, "columns", "one program computes so many results side by side")
+    split_across: int = number(1, "rows", "of one program where some data is contiguous across them")
     asked: int = number(40, "questions", "whether a value is one's own: they take as long as to add one to memory")
     factor_again: int = number(0, "rows or columns", "of a product for which a factor is computed, not stored")
     table_launches: int = number(4, "launches", "fewer of one form are not worth a table")
@@ -228,6 +229,7 @@ class BlockTuning(Tuning):
     warp: int = number(32, "threads", "that run in step")
     most_warps: int = number(16, "warps", "of a program: more leave too few registers for each thread")
     split_row: int = number(1024, "elements", "of a piece of a row: with longer ones few programs are under way")
+    split_across: int = number(16, "rows", "of one program where some data is contiguous across them: two sectors")
     thread: int = number(16, "elements", "of a thread that reduces: what it joins itself, it need not send to others")
     thread_few: int = number(8, "elements", "of one where there are few programs: more threads have more under way")
     held_values: int = number(48, "values", "that a thread reads and writes where it reduces: with more, its registers "
@@ -272,8 +274,7 @@ class BlockTuning(Tuning):
     sector: int = number(32, "bytes", "side by side, of the narrowest columns: what a cache asks memory for; twice "
                                       "that is better, if there is room")
     across_least: int = number(4, "elements", "between neighbours of a row in its results: as much is written for one")
-    few_programs: int = number(66, "programs", "too few to fill a GPU: one for each second processor")
-    few_columns: int = number(16, "columns", "of a program then")
+    few_columns: int = number(16, "columns", "of a program, at least, where there would be too few programs")
     segment_items: int = number(8, "items", "of a segment read at once")
     segment_elements: int = number(256, "elements", "of the segments that one program reduces side by side")
     segment_warp: int = number(128, "elements", "of a warp: 512 bytes, which it reduces without the others")

@@ -193,11 +193,10 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         could not hold what is read."""
         k = self.k
         read = sum(e.dtype.itemsize for e in set(loads(*k.everything())) if set(pair) <= e.symbols())
-        room = BLOCKS.threads * BLOCKS.transposed_bytes
-        small = self.apart or BLOCKS.transpose_side ** 2 * read > room
-        for side in (BLOCKS.transpose_side, BLOCKS.transpose_few)[small:]:
+        for side in (BLOCKS.transpose_side, BLOCKS.transpose_few)[self.apart:]:
             blocks = {v: min(side, power(k.about(v.size, side))) for v in k.outer if v in pair}
-            if programs_of(k, k.outer, blocks) >= BLOCKS.enough_tiles:
+            if programs_of(k, k.outer, blocks) >= BLOCKS.enough_tiles \
+                    and math.prod(blocks.values()) * read <= BLOCKS.threads * BLOCKS.transposed_bytes:
                 break
         return blocks
 
