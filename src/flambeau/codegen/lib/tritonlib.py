@@ -264,14 +264,18 @@ def pieces(begins, ends, side: tl.constexpr):
 
 
 @triton.jit
-def share(tile, begins, ends, side: tl.constexpr):
-    """For rows in parts: returns the part of a tile, its first row, and where the rows of the part end."""
+def share(tile, wide, begins, ends, side: tl.constexpr, group: tl.constexpr):
+    """For rows in parts: returns the part of a tile, its first row, where the rows of the part end, and its column.
+    The tiles of a part are visited together, as its columns are read by no other part."""
     tiles = pieces(begins, ends, side)
     upto = tl.cumsum(tiles, 0)
-    part = tl.sum((upto <= tile).to(tl.int32), 0)
+    part = tl.sum((upto * wide <= tile).to(tl.int32), 0)
     here = tl.arange(0, upto.shape[0]) == part
-    first = tl.sum(tl.where(here, begins - (upto - tiles) * side, 0), 0) + tile * side
-    return part, first, tl.sum(tl.where(here, ends, 0), 0)
+    high = tl.sum(tl.where(here, tiles, 0), 0)
+    before = tl.sum(tl.where(here, upto - tiles, 0), 0)
+    row, column = place(tile - before * wide, tl.maximum(high, 1), wide, group)
+    begin, end = tl.sum(tl.where(here, begins, 0), 0), tl.sum(tl.where(here, ends, 0), 0)
+    return part, begin + row * side, end, column
 
 
 @triton.jit

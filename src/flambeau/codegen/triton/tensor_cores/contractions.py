@@ -155,7 +155,7 @@ class ContractBlocks(PieceTiles):
 
     def fits(self, t: ProductTile, how: str) -> bool:
         k, several = self.k, len(t.wides) * len(self.k.products) > 1
-        if k.ragged is not None and how != ("turns" if self.rows_in_parts else "once"):
+        if k.ragged is not None and how not in (("once", "turns") if self.rows_in_parts else ("once",)):
             return False
         if how == "shares" and not k.shares or how == "pieces" and k.reductions:
             return False
@@ -196,7 +196,7 @@ class ContractBlocks(PieceTiles):
         most = f"{self.all_sums(t).resident(self.kind.itemsize)} * units"
         if self.how == "once":
             self.line(f"tile = {self.program}")
-            loop = "if True:"
+            loop = f"if tile < {total}:" if self.rows_in_parts else "if True:"
         elif self.how == "pieces":
             loop, sizes = "if True:", " * ".join(self.host(volume(vars)) for vars in (k.rows, k.columns, k.batch))
             workspace = f"{self.sums.itemsize * self.pieces * len(k.products)} * {sizes}"
@@ -210,25 +210,39 @@ class ContractBlocks(PieceTiles):
         with self.scope(loop, (*k.batch, *k.rows, *k.columns, *self.of_part), footer=""):
             if self.how == "shares":
                 self.next_tile()
-            self.line(f"at_row, at_column = fl.place(tile % (high * wide), high, wide, {t.group})")
             self.decompose("(tile // (high * wide))", k.batch)
             if self.rows_in_parts:
                 self.enter_part()
-            sums = [[self.fresh("sums") for _ in t.wides] for _ in k.products]
-            for names in sums:
-                for name, size in zip(names, t.wides, strict=True):
-                    self.line(f"{name} = tl.zeros([{t.high}, {size}], {self.d.types[self.sums]})")
-            self.depth_loop(sums)
-            if self.how == "shares":
-                self.leave_or_take([name for names in sums for name in names])
-            with self.scope("if first == 0:" if self.how == "shares" else "if True:", footer=""):
-                for part, (at, size) in enumerate(self.column_parts()):
-                    end = self.leave if self.how == "pieces" else self.finish
-                    end([names[part] for names in sums], at, size)
+            else:
+                self.line(f"at_row, at_column = fl.place(tile % (high * wide), high, wide, {t.group})")
+            if self.halves:
+                # not "else", which Triton wants to define variables of the same shapes
+                for test, high in (">", t.high), ("<=", t.high // 2):
+                    self.t = replace(t, high=high)
+                    with self.scope(f"if end_row - first_row {test} {t.high // 2}:", footer=""):
+                        self.sum_tile()
+                self.t = t
+            else:
+                self.sum_tile()
             if self.how == "shares":
                 self.line("at += last - first")
         return PartDraft(self, grid, t.warps, workspace, maps=tuple(self.maps.values()), waits=True,
                          signals=self.how == "shares", fills=self.how in ("shares", "pieces"))
+
+    def sum_tile(self) -> None:
+        """Writes the sum of a tile, and what follows it."""
+        t = self.t
+        sums = [[self.fresh("sums") for _ in t.wides] for _ in self.k.products]
+        for names in sums:
+            for name, size in zip(names, t.wides, strict=True):
+                self.line(f"{name} = tl.zeros([{t.high}, {size}], {self.d.types[self.sums]})")
+        self.depth_loop(sums)
+        if self.how == "shares":
+            self.leave_or_take([name for names in sums for name in names])
+        with self.scope("if first == 0:" if self.how == "shares" else "if True:", footer=""):
+            for part, (at, size) in enumerate(self.column_parts()):
+                end = self.leave if self.how == "pieces" else self.finish
+                end([names[part] for names in sums], at, size)
 
     def column_parts(self) -> list[tuple[str, int]]:
         """Returns the start and the length of each part of a tile's columns."""
