@@ -19,7 +19,6 @@ from .tiles import TileWriter
 
 class RaggedTiles(TileWriter):
     deep: int
-    how: str
 
     @property
     def rows_in_parts(self) -> bool:
