@@ -95,3 +95,8 @@ POINTER = {
     torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
 }
 POINTED = {kind: dtype for dtype, kind in POINTER.items()}
+
+
+def pointed(kind: str) -> DType:
+    """Returns the dtype of the elements behind a pointer of this type."""
+    return POINTED[kind]

@@ -227,8 +227,8 @@ class ContractBlocks(PieceTiles):
                 self.line(f"at_row, at_column = fl.place(tile % (high * wide), high, wide, {t.group})")
             if self.halves:
                 # not "else", which Triton wants to define variables of the same shapes
-                for test, high in (">", t.high), ("<=", t.high // 2):
-                    self.t = replace(t, high=high)
+                for test, tall in (">", t.high), ("<=", t.high // 2):
+                    self.t = replace(t, high=tall)
                     with self.scope(f"if end_row - first_row {test} {t.high // 2}:", footer=""):
                         self.sum_tile()
                 self.t = t
