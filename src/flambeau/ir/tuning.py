@@ -392,7 +392,7 @@ class ProductTile:
                           BLOCKS.threads_most // (BLOCKS.warp * self.warps)))
 
 
-WAYS = ("once", "turns", "shares", "pieces")
+WAYS = ("once", "turns", "roles", "shares", "pieces")
 PIECES = range(2, 33)  # pieces of the depth: a second launch reads so many at once
 
 
@@ -419,7 +419,7 @@ class Way:
         each, after = -(-tiles // units), t.high * t.wide * t.tail / BLOCKS.operations
         if self.how == "once":
             return each * (steps * step + after) + -(-each // t.side_by_side(itemsize)) * once
-        if self.how == "turns":
+        if self.how in ("turns", "roles"):
             return each * (steps * step + after + once / 4) + once + BLOCKS.step_start
         if self.how == "pieces":
             programs, points = tiles * min(self.pieces, steps), rows * columns * batch
@@ -448,7 +448,8 @@ TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 
          ProductTile(128, (128, 64), 128, 4, 8), ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4),
          ProductTile(64, (64,), 256, 3, 4), ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4),
          ProductTile(128, (64,), 128, 4, 4), ProductTile(128, (64,), 128, 6, 4), ProductTile(128, (32,), 256, 4, 4),
-         ProductTile(128, (128,), 128, 3, 4), ProductTile(128, (64, 16), 128, 5, 4),
+         ProductTile(128, (128,), 128, 3, 4), ProductTile(128, (256,), 128, 4, 4), ProductTile(128, (256,), 128, 3, 4),
+         ProductTile(128, (64, 16), 128, 5, 4),
          ProductTile(128, (64, 32), 128, 5, 4), ProductTile(128, (32,), 128, 4, 4), ProductTile(128, (16,), 128, 4, 4))
 
 @dataclass(frozen=True)

@@ -29,6 +29,13 @@ class RaggedTiles(TileWriter):
         return self.k.ragged is not None and self.k.ragged.along == "depth"
 
     @property
+    def halves(self) -> bool:
+        """Whether a tile with at most half of its rows in its part is summed as one of half the height: the last tiles
+        of parts have few rows. A tile's loads cannot begin during the one before then. 64 rows are what tensor cores
+        take together."""
+        return self.rows_in_parts and self.how == "once" and self.t.high >= 128
+
+    @property
     def of_part(self) -> tuple[Sym, ...]:
         """The variable of parts, if it is not one of the batch."""
         return (self.k.ragged.part,) if self.k.ragged is not None and self.rows_in_parts else ()
@@ -69,7 +76,8 @@ class RaggedTiles(TileWriter):
         return f"tl.sum(fl.pieces(begins, ends, {high}), 0)", f"({most} + {part.size.const})"
 
     def enter_part(self) -> None:
-        self.line(f"{self.sym(self.of_part[0])}, first_row, end_row = fl.share(at_row, begins, ends, {self.t.high})")
+        self.line(f"{self.sym(self.of_part[0])}, first_row, end_row, at_column = fl.share("
+                  f"tile % (high * wide), wide, begins, ends, {self.t.high}, {self.t.group})")
 
     def part_of_depth(self) -> tuple[str, str, str]:
         """Writes and returns where a part of the depth begins, where its last whole step ends, and where the part
