@@ -27,13 +27,11 @@ class Tuning:
     cheap: int = number(4, "operations", "up to this cost, readers compute an expression again instead of storing it")
     cheap_beside_memory: int = number(0, "operations", "the same limit where memory takes the time; 0: it never does")
     neighbour_rows: int = number(0, "rows", "a weighted sum of up to so many rows is computed again, not stored")
-    recompute: int = number(6, "operations", "up to this cost, a later stage computes a value again instead of keeping "
-                                             "it")
+    recompute: int = number(6, "operations", "up to this cost, a later stage computes a value again")
     enough_points: int = number(32, "outer points", "with fewer, some threads would be idle unless they share a row")
     long_row: int = number(8192, "elements", "the shortest row that threads may share; it is then not in fast memory")
     vector_least: int = number(8, "elements", "the shortest variable that is worth vectorizing")
-    table_reads: int = number(64, "reads", "from so many per element on, a table is cached, and its memory order "
-                                           "hardly matters")
+    table_reads: int = number(64, "reads", "from so many per element on, a table stays in the caches")
     reads_again: bool = False  # each stage of a reduction reads its rows from memory
     flat_tiles: bool = False  # short lines are transposed, and walked as one
     flat_maps: bool = False  # short lines of a map's results are walked as one, whatever is read
@@ -43,27 +41,22 @@ class Tuning:
     transpose_least: int = number(16, "elements", "the shortest contiguous line for which transposing in tiles pays")
     split_piece: int = number(4096, "elements", "the shortest piece of a reduction that is worth a partial result")
     split_row: int = number(4096, "elements", "the same limit for a contiguous row, since a program reduces only one")
-    split_even: int = number(64, "elements", "pieces are multiples of this long, so that each can start with wide "
-                                             "loads")
+    split_even: int = number(64, "elements", "pieces are multiples of this long, so that each starts with wide loads")
     product_even: int = number(64, "elements", "lengths of the pieces of a product's depth are multiples of this")
     split_more: int = number(4, "pieces", "a further variable is only cut if that gives at least this many pieces")
     split_columns: int = number(64, "columns", "the number of results that one program computes side by side")
     asked: int = number(40, "checks", "of windows for each position; with more, atomic additions are faster")
-    factor_again: int = number(0, "rows or columns", "the largest product for which a factor is computed again, not "
-                                                     "stored")
+    factor_again: int = number(0, "rows or columns", "the largest product for which a factor is computed again")
     table_launches: int = number(4, "launches", "the fewest launches of one kernel that are worth joining into a table")
     worker_side: int = number(64, "rows or columns", "the side of the part of a product that is worth a worker")
-    worker_depth: int = number(512, "elements", "the shortest piece of a product's depth that is worth a partial "
-                                                "result")
+    worker_depth: int = number(512, "elements", "the shortest piece of a product's depth worth a partial result")
     # The cost of a matrix product, in units of 16 multiplications: decides which side vectors run along.
-    tile_high: int = number(6, "rows", "the height of a tile of sums: 6 x 2 vectors leave 4 of 16 registers for "
-                                       "factors")
+    tile_high: int = number(6, "rows", "the height of a tile of sums: 6 x 2 vectors leave 4 registers of 16")
     tile_wide: int = number(16, "columns of float32", "the width of such a tile: two vectors")
-    block_rows: int = number(192, "rows", "the rows of a block, chosen so that factors and sums fit into a second- "
-                                          "level cache; the right factor is read again for each block")
-    transposed_factor: int = number(24, "times 16 products", "the cost of transposing one element of a factor")
-    scattered_result: int = number(16, "times 16 products", "the cost of storing one result that is not adjacent to "
-                                                            "the last")
+    block_rows: int = number(192, "rows", "of a block, whose factors and sums fit into a second-level cache; the right "
+                                          "factor is read again for each block")
+    transposed_factor: int = number(24, "times 16 products", "to transpose one element of a factor")
+    scattered_result: int = number(16, "times 16 products", "to store one result that is not adjacent to the last")
     expensive_combine: int = number(16, "operations", "above this cost of a combine, scans are limited by computation")
     scan_side_by_side: int = number(8, "rows", "with so many at once, steps of a scan need not wait for the one before")
     # Library products. The times are those of an H200, in bfloat16, with a vocabulary of 50257.
@@ -78,8 +71,7 @@ class Tuning:
     filled: int = number(1 << 18, "elements", "a result of this size keeps all threads of the machine busy")
     filled_product: int = number(1 << 21, "elements", "a product's result of this size does so: a tile for each core")
     overlap_gain: int = number(3, "percent", "several streams are only used if the model says that they save this")
-    convolved_channels: int = number(64, "channels", "up to so many, the library convolves without changing the memory "
-                                                     "order")
+    convolved_channels: int = number(64, "channels", "up to so many, the library convolves in any memory order")
 
     def even(self, length: int) -> int:
         """Rounds the length of a row's piece up to an even one."""
@@ -101,8 +93,7 @@ class CpuTuning(Tuning):
     neighbour_rows: int = number(8, "rows", "enough for trilinear resizing of channels-last images")
     # ---- threads
     serial: int = number(24576, "element operations", "with less work, waking other threads takes longer than that")
-    serial_shared: int = number(65536, "element operations", "the same limit for a shared row: threads also join their "
-                                                             "results")
+    serial_shared: int = number(65536, "element operations", "the same limit for a shared row, which is also joined")
     chunks: int = number(64, "parts", "of a shared row: always as many, so that the number of threads does not matter")
     chunk: int = number(4096, "elements", "the part of a contiguous variable that one thread takes at a time")
     chunk_even: int = number(64, "elements", "chunks are multiples of this long, so that each starts on a cache line")
@@ -112,8 +103,7 @@ class CpuTuning(Tuning):
     unroll: int = number(36, "steps", "constant windows up to this size are unrolled: 3 x 3 x 3 and a bit")
     lane_bytes: int = number(128, "bytes", "the size of the partial results of one reduction: two vectors of 64 bytes")
     bodies: int = number(4, "copies", "loop bodies that compilers may interleave to keep several vectors in flight")
-    row_steps: int = number(4, "steps", "the fewest of all lanes in a row; with fewer, joining lanes takes most of the "
-                                        "time")
+    row_steps: int = number(4, "steps", "the fewest of all lanes in a row; with fewer, joining lanes dominates")
     columns: int = number(512, "columns", "reduced side by side: their partial results stay in the first-level cache")
     few_columns: int = number(32, "columns", "with so few, several rows are summed side by side to fill vectors")
     wide_columns: int = number(256, "columns", "the most columns that such rows make together: 1 KB of partial sums")
@@ -128,8 +118,7 @@ class CpuTuning(Tuning):
     additions: int = number(16, "values", "added one after the other before their sum moves up a level, as in eager")
     joins: int = number(8, "sums", "so many of one level are added before their sum moves up to the next level")
     levels: int = number(3, "levels", "the number of levels above the first; the highest takes any number of sums")
-    joined_rows: int = number(4, "rows", "of columns, added first: partial results in memory are updated a quarter as "
-                                         "often")
+    joined_rows: int = number(4, "rows", "of columns, added first, so that sums in memory are updated less often")
     # ---- caches
     transpose_side: int = number(64, "elements", "the side of a transposed tile along the vector variable")
     transpose_bytes: int = number(256, "bytes", "the other side of a transposed tile: whole cache lines")
@@ -148,8 +137,7 @@ class CpuTuning(Tuning):
     cached_bytes: int = number(1 << 20, "bytes", "a table up to this size stays in the caches, so it is not prefetched")
     # ---- scans
     scan_columns: int = number(256, "columns", "the number of columns scanned side by side")
-    scan_lanes: int = number(4, "columns", "fewer are not vectorized: the compiler unrolls them, with states in "
-                                           "registers")
+    scan_lanes: int = number(4, "columns", "fewer are not vectorized, but unrolled, with states in registers")
     scan_strip: int = number(16, "elements", "of a row that are scanned before the next row continues: a cache line")
     scan_parts: int = number(64, "parts", "the number of parts into which a long row is cut")
     scan_few: int = number(16, "rows", "with fewer rows than this, threads must share a row")
@@ -157,18 +145,15 @@ class CpuTuning(Tuning):
     # ---- scatters
     scatter_parts: int = number(16, "parts", "so many parts that write to different places keep all threads busy")
     scatter_start: int = number(4096, "elements", "the part of the initial target that one thread fills at a time")
-    scatter_work: int = number(12, "operations", "from this cost on, indices and values are computed in vectors before "
-                                                 "stores")
+    scatter_work: int = number(12, "operations", "from this cost on, all is computed in vectors before it is stored")
     scatter_taps: int = number(64, "elements", "the most elements that one point may write in that form")
     scatter_points: int = number(64, "points", "the fewest points of such a block")
     scatter_most: int = number(256, "points", "the most points of such a block")
     # ---- matrix products of our own
     vector_bytes: int = number(32, "bytes", "the size of a vector that every CPU since 2013 has")
     tile_vectors: int = number(3, "vectors", "the largest width of a tile of sums")
-    tile_highest: int = number(14, "rows", "the largest height of a tile: with two vectors per row, it fits 32 "
-                                           "registers")
-    tile_sums: int = number(8, "vectors", "the fewest independent sums: two multiplications a cycle take four cycles "
-                                          "each")
+    tile_highest: int = number(14, "rows", "the largest height of a tile: with two vectors a row, it fits 32 registers")
+    tile_sums: int = number(8, "vectors", "the fewest independent sums: two products a cycle take four cycles each")
     panel_bytes: int = number(512 << 10, "bytes", "the part of a factor that stays in the second-level cache")
     masks: int = number(64, "window positions", "up to so many, the positions with a zero factor are computed once")
     panel_depth: int = number(1024, "elements", "the largest depth of a factor that is kept as a whole")
@@ -183,8 +168,7 @@ class CpuTuning(Tuning):
     dot_side: int = number(8, "rows or columns", "the largest side of a tile of such sums")
     dot_reads: int = number(3, "products", "the cost of loading one vector of a row or column of such a tile")
     dot_join: int = number(6, "products", "the cost of adding the lanes of one vector")
-    dot_depth: int = number(1024, "elements", "the part of the depth taken at once: a tile's rows and columns stay in "
-                                              "the cache")
+    dot_depth: int = number(1024, "elements", "the part taken at once: a tile's rows and columns stay in the cache")
     dot_block: int = number(48, "rows", "the most rows of a block, whose left factor stays in the second-level cache")
     dot_columns: int = number(64, "columns", "the most columns of such a block")
     small_product: int = number(1 << 16, "products", "with fewer than this, the work is not divided among threads")
@@ -207,8 +191,7 @@ class CpuTuning(Tuning):
 class PointTuning(Tuning):
     """GPUs in their C languages: work-items, groups and local memory."""
 
-    row_lines: int = number(512 << 10, "bytes", "neighbouring rows share cache lines if one row touches no more than "
-                                                "this")
+    row_lines: int = number(512 << 10, "bytes", "neighbouring rows share cache lines if one row touches no more")
     cascade: int = number(128, "elements", "a work-item adds so many to a sum of their own first, for smaller errors")
     short_row: int = number(64, "elements", "the longest row that one work-item reduces: a group would be mostly idle")
     smallest_group: int = number(32, "work-items", "the number that runs in step on every GPU")
@@ -240,8 +223,7 @@ class BlockTuning(Tuning):
     """GPUs in Triton: programs over tiles."""
 
     flat_maps: bool = True
-    cheap_beside_memory: int = number(16, "operations", "a square root and a division: less time than a store and a "
-                                                        "load")
+    cheap_beside_memory: int = number(16, "operations", "a square root and a division: less than a store and a load")
     unroll: int = number(36, "steps", "constant windows up to this size are unrolled: 3 x 3 x 3 and a bit")
     warp: int = number(32, "threads", "the number that runs in step")
     most_warps: int = number(16, "warps", "the most of one program; with more, each thread has too few registers")
@@ -274,15 +256,13 @@ class BlockTuning(Tuning):
     channel_piece: int = number(32, "channels", "loaded by eight threads at once, 16 bytes each: a cache line")
     channels: int = number(32, "channels", "for each program: what all programs read at a time stays in the cache")
     gathered_points: int = number(32, "points", "the number of adjacent points for each program")
-    gathered_lines: int = number(1, "lines of points", "for each program; neighbours share loads where indices are "
-                                                       "smooth")
+    gathered_lines: int = number(1, "lines of points", "for each program; with smooth indices, neighbours share loads")
     gathered_thread: int = number(8, "elements", "the number for each thread")
     # ---- reductions
     row: int = number(16384, "elements", "the longest row that one program holds as a whole")
     piece: int = number(2048, "elements", "the size of the pieces in which longer rows are read")
     columns: int = number(64, "columns", "the number reduced side by side if columns are contiguous")
-    lanes: int = number(120, "hundredths", "above this share of the columns or points, axes of a tile are joined into "
-                                           "one")
+    lanes: int = number(120, "hundredths", "above this share of the columns or points, axes of a tile are joined")
     lanes_at_run: int = number(150, "hundredths", "the same limit for run-time sizes, where joined axes cost divisions")
     written_out: int = number(1200, "expressions", "the most in unrolled rows; compile time grows with them")
     column_rows: int = number(64, "elements", "the longest reduced axis that is held as a whole beside columns")
@@ -298,8 +278,7 @@ class BlockTuning(Tuning):
     resident: int = number(8, "programs", "the most of 256 threads that one processor holds at once")
     under_way: int = number(32 << 10, "bytes", "in flight for each processor to use its share of the bandwidth")
     stages: int = number(4, "pieces", "the number of a row's pieces that are loaded ahead")
-    shared_bytes: int = number(96 << 10, "bytes", "shared memory for these pieces, so that two programs fit on a "
-                                                  "processor")
+    shared_bytes: int = number(96 << 10, "bytes", "of shared memory for these pieces: two programs fit on a processor")
     # ---- scans
     scan_piece: int = number(2048, "elements", "the size of a tile of columns")
     scan_alone: int = number(8192, "elements", "the size of the pieces of a single row")
@@ -309,8 +288,7 @@ class BlockTuning(Tuning):
     scan_expensive: int = number(8, "times", "as many programs are worth a look-back if the combine is expensive")
     scan_thread: int = number(64, "elements of 32 bits", "the number for each thread")
     scan_thread_apart: int = number(16, "elements", "for each thread if every element is an access of its own")
-    scan_thread_column: int = number(8, "elements", "for each thread if accesses go down columns, with states in "
-                                                    "registers")
+    scan_thread_column: int = number(8, "elements", "for each thread if accesses go down columns: sums take registers")
     scan_combine: int = number(10, "operations", "a combine that costs more than this takes longer than memory")
     scan_window: int = number(128, "pieces", "the number of earlier pieces that a piece looks back at in one load")
     scan_longest: int = number(256, "rows", "the most rows in a piece of columns")
