@@ -224,44 +224,12 @@ class BlockTuning(Tuning):
     """GPUs in Triton: programs over tiles."""
 
     flat_maps: bool = True
-<<<<<<< HEAD
-    cheap_beside_memory: int = number(16, "operations", "a root and a quotient: less than a trip through memory")
-    unroll: int = number(36, "steps", "constant windows up to it (3x3x3 and a bit) are written out")
-    warp: int = number(32, "threads", "that run in step")
-    most_warps: int = number(16, "warps", "of a program: more leave too few registers for each thread")
-    split_row: int = number(1024, "elements", "of a piece of a row: with longer ones few programs are under way")
-    split_across: int = number(16, "rows", "of one program where some data is contiguous across them: two sectors")
-    thread: int = number(16, "elements", "of a thread that reduces: what it joins itself, it need not send to others")
-    thread_few: int = number(8, "elements", "of one where there are few programs: more threads have more under way")
-    held_values: int = number(48, "values", "that a thread reads and writes where it reduces: with more, its registers "
-                                            "leave too few threads to a processor")
-    access: int = number(4, "elements", "of an access of 16 bytes, of the widest dtype that is common")
-    access_most: int = number(16, "elements", "of an access of 16 bytes, of the narrowest dtype")
-    # ---- maps
-    threads: int = number(128, "threads", "of a program that maps: four warps")
-    map_warp: int = number(64, "elements", "of a warp, at least: two of each thread")
-    held_reads: int = number(20, "reads", "of a thread at once: with more, fewer threads fit on a processor")
-    held_rows: int = number(64, "reads", "of a thread that joins rows, each of which it needs once")
-    thread_draws: int = number(32, "elements", "of a thread that draws numbers: what prepares a draw is shared")
-    shared_lanes: int = number(16, "lanes", "that share what is the same for all of them")
-    window_threads: int = number(128, "threads", "of one that gives each point a thread")
-    neighbour_threads: int = number(64, "threads", "of one whose points compute several windows")
-    tile: int = number(1024, "elements", "of a program: two accesses of 16 bytes for each thread")
-    transpose_side: int = number(64, "elements", "of the tile of a transposition")
-    transposed_bytes: int = number(192, "bytes", "of a tile that a thread reads at most: they are in registers")
-    transpose_few: int = number(32, "elements", "of one where there are few tiles")
-    enough_tiles: int = number(1024, "programs", "of a map that keep a GPU busy: eight of 128 threads on a processor")
-    phases: int = number(16, "elements", "that one point computes together, at most: its registers")
-    phase_values: int = number(4, "values", "of one variable that are written out")
-    phase_reads: int = number(4, "reads", "of a point that are cheaper than to write results one by one")
-    neighbours: int = number(4, "windows", "next to each other that one point computes")
-    warp_line: int = number(32, "elements", "of a row in a compact tile: one access of a warp")
-=======
     cheap_beside_memory: int = number(16, "operations", "a square root and a division: less than a store and a load")
     unroll: int = number(36, "steps", "constant windows up to this size are unrolled: 3 x 3 x 3 and a bit")
     warp: int = number(32, "threads", "the number that runs in step")
     most_warps: int = number(16, "warps", "the most of one program; with more, each thread has too few registers")
     split_row: int = number(1024, "elements", "the shortest piece of a split row: longer ones leave too few programs")
+    split_across: int = number(16, "rows", "of one program where some data is contiguous across rows: two sectors")
     thread: int = number(16, "elements", "that each thread of a reduction combines without exchanging data")
     thread_few: int = number(8, "elements", "the same number with few programs: more threads have more in flight")
     held_values: int = number(48, "values", "the most that a thread of a reduction loads and stores; with more, its "
@@ -279,6 +247,7 @@ class BlockTuning(Tuning):
     neighbour_threads: int = number(64, "threads", "the same size if a point computes several windows")
     tile: int = number(1024, "elements", "the number for each program of a map: two accesses of 16 bytes per thread")
     transpose_side: int = number(64, "elements", "the side of a transposed tile")
+    transposed_bytes: int = number(192, "bytes", "of a transposed tile, the most that each thread reads at once")
     transpose_few: int = number(32, "elements", "the same side if there are few tiles")
     enough_tiles: int = number(1024, "programs", "so many keep a GPU busy: eight of 128 threads on a processor")
     phases: int = number(16, "elements", "the most that one point computes together: they are in registers")
@@ -286,7 +255,6 @@ class BlockTuning(Tuning):
     phase_reads: int = number(4, "loads", "up to this many per point cost less than stores of single elements")
     neighbours: int = number(4, "windows", "the number of adjacent windows that one point computes")
     warp_line: int = number(32, "elements", "the length of a line in a compact tile: one access of a warp")
->>>>>>> w-house
     # ---- rows that are gathered
     channel_piece: int = number(32, "channels", "loaded by eight threads at once, 16 bytes each: a cache line")
     channels: int = number(32, "channels", "for each program: what all programs read at a time stays in the cache")
@@ -294,31 +262,6 @@ class BlockTuning(Tuning):
     gathered_lines: int = number(1, "lines of points", "for each program; with smooth indices, neighbours share loads")
     gathered_thread: int = number(8, "elements", "the number for each thread")
     # ---- reductions
-<<<<<<< HEAD
-    row: int = number(16384, "elements", "of a row that a program holds whole")
-    piece: int = number(2048, "elements", "of a row that goes by in pieces")
-    columns: int = number(64, "columns", "side by side where they are what is contiguous")
-    lanes: int = number(120, "hundredths", "of the columns, or of a map's points: with more lanes than that, those of "
-                                           "several axes are one")
-    lanes_at_run: int = number(150, "hundredths", "of a map's points, where sizes of the run are to be divided by")
-    written_out: int = number(1200, "expressions", "of a reduction whose rows are written out: more compile too slowly")
-    column_rows: int = number(64, "elements", "of a reduced axis that is held whole above columns")
-    column_tile: int = number(4096, "elements", "of columns that are held, where these are as wide as others")
-    sector: int = number(32, "bytes", "side by side, of the narrowest columns: what a cache asks memory for; twice "
-                                      "that is better, if there is room")
-    across_least: int = number(4, "elements", "between neighbours of a row in its results: as much is written for one")
-    few_columns: int = number(16, "columns", "of a program, at least, where there would be too few programs")
-    segment_items: int = number(8, "items", "of a segment read at once")
-    segment_elements: int = number(256, "elements", "of the segments that one program reduces side by side")
-    segment_warp: int = number(128, "elements", "of a warp: 512 bytes, which it reduces without the others")
-    segment_warps: int = number(4, "warps", "of a program that reduces segments")
-    enough_programs: int = number(264, "programs", "two on each of the processors of an H200")
-    resident: int = number(8, "programs", "of a processor, of 256 threads each, at most")
-    under_way: int = number(32 << 10, "bytes", "on their way to a processor that keep memory busy: its share of the "
-                                               "bandwidth takes as long as a read")
-    stages: int = number(4, "pieces", "of a row on their way at once")
-    shared_bytes: int = number(96 << 10, "bytes", "of shared memory that they may take: two programs on a processor")
-=======
     row: int = number(16384, "elements", "the longest row that one program holds as a whole")
     piece: int = number(2048, "elements", "the size of the pieces in which longer rows are read")
     columns: int = number(64, "columns", "the number reduced side by side if columns are contiguous")
@@ -328,8 +271,8 @@ class BlockTuning(Tuning):
     column_rows: int = number(64, "elements", "the longest reduced axis that is held as a whole beside columns")
     column_tile: int = number(4096, "elements", "the largest tile of columns that is held at the usual width")
     sector: int = number(32, "bytes", "the narrowest columns: what a cache requests from memory; twice that is better")
-    few_programs: int = number(66, "programs", "with fewer, half of the processors are idle")
-    few_columns: int = number(16, "columns", "the number for each program if there are few programs")
+    across_least: int = number(4, "elements", "between results of a row: from then on a map transposes them")
+    few_columns: int = number(16, "columns", "the fewest for each program if there would be too few programs")
     segment_items: int = number(8, "items", "the number of a segment's items that are loaded at once")
     segment_elements: int = number(256, "elements", "of segments, reduced side by side by one program")
     segment_warp: int = number(128, "elements", "the number for each warp, 512 bytes, which it reduces alone")
@@ -339,7 +282,6 @@ class BlockTuning(Tuning):
     under_way: int = number(32 << 10, "bytes", "in flight for each processor to use its share of the bandwidth")
     stages: int = number(4, "pieces", "the number of a row's pieces that are loaded ahead")
     shared_bytes: int = number(96 << 10, "bytes", "of shared memory for these pieces: two programs fit on a processor")
->>>>>>> w-house
     # ---- scans
     scan_piece: int = number(2048, "elements", "the size of a tile of columns")
     scan_alone: int = number(8192, "elements", "the size of the pieces of a single row")
