@@ -198,7 +198,13 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             if programs_of(k, k.outer, blocks) >= BLOCKS.enough_tiles \
                     and math.prod(blocks.values()) * read <= BLOCKS.threads * BLOCKS.transposed_bytes:
                 break
-        return blocks
+        return self.stretched(blocks, pair[-1])
+
+    def stretched(self, blocks: dict[Sym, int], v: Sym) -> dict[Sym, int]:
+        """The tile with as many elements as the scale asks for: more along one variable, or fewer along the others."""
+        elements = math.prod(blocks.values())
+        more, less = self.scale.sized(elements) // elements, elements // self.scale.sized(elements)
+        return {w: b * max(more, 1) if w is v else max(1, b // max(less, 1)) for w, b in blocks.items()}
 
     def row_length(self) -> tuple[int, bool]:
         """Returns the elements of the reduced axis in one tile, and whether that is the whole row."""
