@@ -166,8 +166,9 @@ class ContractBlocks(PieceTiles):
             return False
         if how == "shares" and not k.shares or how in ("pieces", "roles") and k.reductions:
             return False
-        if how == "roles":  # The compiler gives each half of 128 rows to a group of four warps, which stores by halves.
-            stored = t.high * t.wide * max((self.dtypes[name].itemsize for name, _ in k.stores), default=0) // 2
+        if how == "roles":  # The compiler gives each half of 128 rows to a group of four warps.
+            widest = max((self.dtypes[name].itemsize for name, _ in k.stores), default=0)
+            stored = t.high * t.wide * (1 if widest == 2 else widest)  # 16 bits are stored in two turns
             return not several and (t.high, t.warps) == (128, 4) and (
                 t.shared(self.kind.itemsize) + stored <= BLOCKS.shared_most - 1024)
         if how == "turns" and several and not self.rows_in_parts:
