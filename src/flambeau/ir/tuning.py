@@ -402,6 +402,13 @@ class Way:
     pieces: int = 1
     turned: bool = False  # rows and columns are swapped
 
+    @property
+    def halves(self) -> bool:
+        """Whether the last tile of a part of the rows may have half of the height: 64 rows are what tensor cores take
+        together. The loop over a program's tiles has one height, as the compiler merges it with the one over the
+        depth."""
+        return self.how == "once" and self.tile.high >= 128
+
     def cost(self, sizes: Sequence[int], itemsize: int) -> float:
         """The modelled cost of a product, in cycles."""
         rows, columns, depth, batch = sizes

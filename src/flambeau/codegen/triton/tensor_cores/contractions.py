@@ -54,13 +54,16 @@ def multiplied(factor: Expr) -> tuple[Expr, Expr | None]:
 
 
 @lru_cache(maxsize=256)
-def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsize: int, memory: float) -> list[Way]:
+def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsize: int, memory: float, parts: int
+           ) -> list[Way]:
     """The candidates worth timing, cheapest first: all whose modelled cost is within `near` of the best, with one
-    orientation and one number of pieces for each tile shape. If the `memory` traffic dominates, only the first."""
+    orientation and one number of pieces for each tile shape. If the `memory` traffic dominates, only the first.
+    `parts`: of the rows, in the last tile of each of which half of the rows are empty on average."""
     found: dict[tuple[ProductTile, str], tuple[float, Way]] = {}
     for way in ways:
         rows, columns, *others = sizes if not way.turned else (sizes[1], sizes[0], *sizes[2:])
         tile = replace(way.tile, wides=way.tile.wides * products)
+        rows += parts * tile.high // (4 if way.halves else 2)
         for n in PIECES if way.how == "pieces" else (1,):
             cost = Way(tile, way.how, n).cost((rows, columns * products, *others), itemsize)
             if (way.tile, way.how) not in found or cost < found[way.tile, way.how][0]:
@@ -153,7 +156,8 @@ class ContractBlocks(PieceTiles):
         rows, columns, depth, batch = sizes
         moved = batch * ((rows + columns * len(self.k.products)) * depth * self.kind.itemsize
                          + rows * columns * sum(self.dtypes[name].itemsize for name, _ in self.k.stores))
-        return ranked(tuple(found), sizes, len(self.k.products), self.kind.itemsize, moved / BLOCKS.cycle_bytes) or [
+        parts = k.ragged.part.size.const if (k := self.k).ragged is not None and self.rows_in_parts else 0
+        return ranked(tuple(found), sizes, len(k.products), self.kind.itemsize, moved / BLOCKS.cycle_bytes, parts) or [
             Way(smallest, "turns" if self.rows_in_parts else "once", turned=along == "columns")]
 
     def fits(self, t: ProductTile, how: str) -> bool:
@@ -162,8 +166,9 @@ class ContractBlocks(PieceTiles):
             return False
         if how == "shares" and not k.shares or how in ("pieces", "roles") and k.reductions:
             return False
-        if how == "roles":  # The compiler gives each half of 128 rows to a group of four warps, which stores by halves.
-            stored = t.high * t.wide * max((self.dtypes[name].itemsize for name, _ in k.stores), default=0) // 2
+        if how == "roles":  # The compiler gives each half of 128 rows to a group of four warps.
+            widest = max((self.dtypes[name].itemsize for name, _ in k.stores), default=0)
+            stored = t.high * t.wide * (1 if widest == 2 else widest)  # 16 bits are stored in two turns
             return not several and (t.high, t.warps) == (128, 4) and (
                 t.shared(self.kind.itemsize) + stored <= BLOCKS.shared_most - 1024)
         if how == "turns" and several and not self.rows_in_parts:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from flambeau.ir.expr import Expr, const, index_value, masked, where
 from flambeau.ir.index import Index, Sym, as_index, volume
+from flambeau.ir.tuning import Way
 
 from ..blocks import power
 from .tiles import TileWriter
@@ -19,6 +20,7 @@ from .tiles import TileWriter
 
 class RaggedTiles(TileWriter):
     deep: int
+    way: Way
 
     @property
     def rows_in_parts(self) -> bool:
@@ -30,10 +32,8 @@ class RaggedTiles(TileWriter):
 
     @property
     def halves(self) -> bool:
-        """Whether a tile with at most half of its rows in its part is summed as one of half the height: the last tiles
-        of parts have few rows. A tile's loads cannot begin during the one before then. 64 rows are what tensor cores
-        take together."""
-        return self.rows_in_parts and self.how == "once" and self.t.high >= 128
+        """Whether a tile with at most half of its rows in its part is summed as one of half the height."""
+        return self.rows_in_parts and self.way.halves
 
     @property
     def of_part(self) -> tuple[Sym, ...]:
