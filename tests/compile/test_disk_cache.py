@@ -237,7 +237,7 @@ def test_an_entry_that_does_not_load(caplog: pytest.LogCaptureFixture, monkeypat
 
 
 def test_a_kernel_that_does_not_build_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the backward alone, too, which nobody may have called: a later process could not load the entry."""
+    """Not even if only the backward is affected, and was not called: a later process could not load the entry."""
     real = CpuTarget.render
 
     def broken(target: CpuTarget, kernel: Any, name: str) -> KernelSource:

@@ -134,7 +134,7 @@ def test_grouped_heads_and_masks(tmp_path: Path) -> None:
 
 
 def test_an_exported_program_is_a_model(tmp_path: Path) -> None:
-    """Such as a strict export, where the other way of torch.export fails: caches that are no module's own."""
+    """torch.export fails for this module without strict=True, because a list holds its cache."""
     class Step(nn.Module):
         def __init__(self) -> None:
             super().__init__()

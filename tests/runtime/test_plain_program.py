@@ -1,4 +1,4 @@
-"""A Program is a value: hashable, printable, and the same after it was written and read, in what it computes too."""
+"""A Program is a value: hashable, printable, and equal after writing and reading it, with the same results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def planned(p: Program) -> LaunchPlan:
 
 
 def checked(compiled: Callable[..., Any], *args: Any) -> list[Compiled]:
-    """All graphs of a compiled function, each run from its program after the round trip, bit for bit what it was."""
+    """Runs all graphs of a compiled function from programs that were written and read, and compares the bits."""
     with flambeau.debug.collect() as graphs:
         results = compiled(*args)
         some = [r for r in ([results] if isinstance(results, Tensor) else results)
@@ -126,7 +126,7 @@ def test_drawn_programs(seed: int) -> None:
 
 
 def test_each_kind_of_step_and_number() -> None:
-    """Sizes of the run, calls of libraries, held tensors, random numbers, updates, results that are one object."""
+    """Run-time sizes, library calls, held tensors, random numbers, updates, results that are the same object."""
     held = torch.tensor([1.0, -0.0, 3.0])
 
     def f(x: Tensor, w: Tensor, scale: float) -> Any:
