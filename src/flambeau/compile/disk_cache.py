@@ -39,6 +39,7 @@ from flambeau.torch_compat.inductor import config as inductor_config
 
 from .cache_entry import decode, encode
 from .cache_key import graph_key, held
+from .fast_call import short_way
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class GraphCache:
         def forward(*args: Any) -> Any:
             return run([*first, *args])
 
-        return torch.compiler.disable(forward, reason="do not trace AOT-compiled graph")
+        return short_way(run, first) or torch.compiler.disable(forward, reason="do not trace AOT-compiled graph")
 
     # ---- keep ------------------------------------------------------------------------------------------
 
