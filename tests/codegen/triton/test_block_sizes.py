@@ -118,3 +118,10 @@ def test_tiles_of_several_transposed_reads_are_smaller() -> None:
     assert tiles(text) == [32, 32]
     text, = texts(lambda y: (y * 2).contiguous(), y)
     assert tiles(text) == [64, 64]
+
+
+def test_columns_of_several_short_lines_are_scanned_side_by_side() -> None:
+    text, = texts(lambda x: x.logcumsumexp(0), torch.empty(131, 65723, 6)[:, :, :5])
+    assert tiles(text) == [32, 64] and re.search(r"% 5\b", text)
+    text, = texts(lambda x: x.logcumsumexp(0), torch.empty(131, 65723, 9)[:, :, :8])
+    assert tiles(text) == [8, 4, 64]
