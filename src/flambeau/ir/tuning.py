@@ -31,6 +31,7 @@ class Tuning:
     enough_points: int = number(32, "outer points", "keep all threads busy without dividing a row")
     long_row: int = number(8192, "elements", "a row from which on threads may share it; it has no fast memory then")
     vector_least: int = number(8, "elements", "a variable shorter than this is a poor vector")
+    tile_least: int = number(8, "elements", "that a tile reads across its lines: with fewer it brings nothing")
     table_reads: int = number(64, "reads", "of each element of a table: where it lies hardly matters")
     reads_again: bool = False  # each stage of a reduction reads its rows from memory
     flat_tiles: bool = False  # short lines are transposed, and walked as one
@@ -248,6 +249,7 @@ class BlockTuning(Tuning):
     tile: int = number(1024, "elements", "of a program: two accesses of 16 bytes for each thread")
     transpose_side: int = number(64, "elements", "of the tile of a transposition")
     transposed_bytes: int = number(192, "bytes", "of a tile that a thread reads at most: they are in registers")
+    tile_least: int = number(4, "elements", "that a tile reads across its lines: with fewer it brings nothing")
     transpose_few: int = number(32, "elements", "of one where there are few tiles")
     enough_tiles: int = number(1024, "programs", "of a map that keep a GPU busy: eight of 128 threads on a processor")
     phases: int = number(16, "elements", "that one point computes together, at most: its registers")

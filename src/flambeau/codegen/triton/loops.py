@@ -195,6 +195,10 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         read = sum(e.dtype.itemsize for e in set(loads(*k.everything())) if set(pair) <= e.symbols())
         for side in (BLOCKS.transpose_side, BLOCKS.transpose_few)[self.apart:]:
             blocks = {v: min(side, power(k.about(v.size, side))) for v in k.outer if v in pair}
+            for v in pair:  # the other one may be short
+                others = math.prod(blocks.values()) // blocks[v]
+                most = BLOCKS.tile // others
+                blocks[v] = max(blocks[v], min(most, power(k.about(v.size, most))))
             if programs_of(k, k.outer, blocks) >= BLOCKS.enough_tiles \
                     and math.prod(blocks.values()) * read <= BLOCKS.threads * BLOCKS.transposed_bytes:
                 break
