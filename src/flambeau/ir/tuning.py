@@ -248,6 +248,7 @@ class BlockTuning(Tuning):
     neighbour_threads: int = number(64, "threads", "of one whose points compute several windows")
     tile: int = number(1024, "elements", "of a program: two accesses of 16 bytes for each thread")
     transpose_side: int = number(64, "elements", "of the tile of a transposition")
+    layers: int = number(4, "tiles", "on top of one another, which share what they read")
     transposed_bytes: int = number(192, "bytes", "of a tile that a thread reads at most: they are in registers")
     tile_least: int = number(4, "elements", "that a tile reads across its lines: with fewer it brings nothing")
     transpose_few: int = number(32, "elements", "of one where there are few tiles")
