@@ -80,6 +80,10 @@ class Tuning:
         """Rounds the length of a row's piece up to an even one."""
         return -(-length // self.split_even) * self.split_even
 
+    def longest_column(self, itemsize: int) -> int | None:
+        """The longest column that is held together with others beside it; None: as long as a row."""
+        return None
+
     def pieces(self, rows: int, columns: int, depth: int, batch: int, itemsize: int, programs: int) -> int:
         """The number of pieces into which the sum of a product is cut, one for each worker; `programs` run at once."""
         tiles = -(-rows // self.worker_side) * -(-columns // self.worker_side) * batch
@@ -333,6 +337,10 @@ class BlockTuning(Tuning):
     tapped: int = number(2048, "elements", "of rows that are added in several places")
     tapped_warp: int = number(512, "elements", "of a warp that adds rows")
     scattered: int = number(256, "elements", "of a program that writes them one by one")
+
+    def longest_column(self, itemsize: int) -> int:
+        """The longest column that is held with as many others as fill memory sectors."""
+        return self.row * itemsize // self.sector
 
     def even(self, length: int) -> int:
         """Rounds to a power of two, or to whole tiles, so that no lanes are idle."""
