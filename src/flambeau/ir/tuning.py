@@ -31,6 +31,7 @@ class Tuning:
     enough_points: int = number(32, "outer points", "with fewer, some threads would be idle unless they share a row")
     long_row: int = number(8192, "elements", "the shortest row that threads may share; it is then not in fast memory")
     vector_least: int = number(8, "elements", "the shortest variable that is worth vectorizing")
+    tile_least: int = number(8, "elements", "the fewest across its lines for which a tile pays")
     table_reads: int = number(64, "reads", "from so many per element on, a table stays in the caches")
     reads_again: bool = False  # each stage of a reduction reads its rows from memory
     flat_tiles: bool = False  # short lines are transposed, and walked as one
@@ -77,6 +78,10 @@ class Tuning:
     def even(self, length: int) -> int:
         """Rounds the length of a row's piece up to an even one."""
         return -(-length // self.split_even) * self.split_even
+
+    def longest_column(self, itemsize: int) -> int | None:
+        """The longest column that is held together with others beside it; None: as long as a row."""
+        return None
 
     def pieces(self, rows: int, columns: int, depth: int, batch: int, itemsize: int, programs: int) -> int:
         """The number of pieces into which the sum of a product is cut, one for each worker; `programs` run at once."""
@@ -247,7 +252,9 @@ class BlockTuning(Tuning):
     neighbour_threads: int = number(64, "threads", "the same size if a point computes several windows")
     tile: int = number(1024, "elements", "the number for each program of a map: two accesses of 16 bytes per thread")
     transpose_side: int = number(64, "elements", "the side of a transposed tile")
+    layers: int = number(4, "tiles", "the most on top of one another that share what they load")
     transposed_bytes: int = number(192, "bytes", "of a transposed tile, the most that each thread reads at once")
+    tile_least: int = number(4, "elements", "the fewest across its lines for which a tile pays")
     transpose_few: int = number(32, "elements", "the same side if there are few tiles")
     enough_tiles: int = number(1024, "programs", "so many keep a GPU busy: eight of 128 threads on a processor")
     phases: int = number(16, "elements", "the most that one point computes together: they are in registers")
@@ -327,6 +334,10 @@ class BlockTuning(Tuning):
     tapped: int = number(2048, "elements", "the size of a program that adds a row in several places")
     tapped_warp: int = number(512, "elements", "the number for each warp of such a program")
     scattered: int = number(256, "elements", "the size of a program that writes elements one by one")
+
+    def longest_column(self, itemsize: int) -> int:
+        """The longest column that is held with as many others as fill memory sectors."""
+        return self.row * itemsize // self.sector
 
     def even(self, length: int) -> int:
         """Rounds to a power of two, or to whole tiles, so that no lanes are idle."""

@@ -408,12 +408,13 @@ def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning
     votes: dict[Sym, int] = {}
     for _, address, _ in d.accesses():
         c = address.coefficient(vector)
-        # Quotients of the variable, as in a repeat, jump as well. Nothing is known about addresses that data decide.
-        if c is ONE or c is ZERO or c is None and any(isinstance(a, Dyn) for a in address.atoms()):
+        # Quotients of the variable, as in a repeat, jump as well. Nothing is known about addresses that data decide,
+        # except that they are contiguous along another variable.
+        if c is ONE or c is ZERO or c is None and not t.flat_maps and any(isinstance(a, Dyn) for a in address.atoms()):
             continue
         for v in vars:
             if v is not vector and address.coefficient(v) is ONE \
-                    and d.about(merged_size(v, vars, d), t.vector_least) >= t.vector_least \
+                    and d.about(merged_size(v, vars, d), t.tile_least) >= t.tile_least \
                     and (not short or is_long(v)):
                 votes[v] = votes.get(v, 0) + 1
     return max(votes, key=lambda v: votes[v]) if votes else None

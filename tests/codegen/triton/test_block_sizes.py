@@ -118,3 +118,22 @@ def test_tiles_of_several_transposed_reads_are_smaller() -> None:
     assert tiles(text) == [32, 32]
     text, = texts(lambda y: (y * 2).contiguous(), y)
     assert tiles(text) == [64, 64]
+
+
+def test_columns_of_several_short_lines_are_scanned_side_by_side() -> None:
+    text, = texts(lambda x: x.logcumsumexp(0), torch.empty(131, 65723, 6)[:, :, :5])
+    assert tiles(text) == [32, 64] and re.search(r"% 5\b", text)
+    text, = texts(lambda x: x.logcumsumexp(0), torch.empty(131, 65723, 9)[:, :, :8])
+    assert tiles(text) == [8, 4, 64]
+
+
+def test_tiles_that_share_what_they_read_lie_on_top_of_one_another() -> None:
+    x, y = torch.empty(80, 40, 49, 63).permute(1, 3, 0, 2), torch.empty(40, 49, 63).transpose(1, 2)
+    text, = texts(lambda x, y: (x - y[:, :, None]).contiguous(), x, y)
+    assert sorted(tiles(text)) == [4, 32, 32]
+
+
+def test_lines_that_data_decide_are_read_in_tiles() -> None:
+    x = torch.empty(3000, 4, 24).permute(1, 2, 0)
+    text, = texts(lambda x: F.interpolate(x, 4100, mode="nearest"), x)
+    assert sorted(tiles(text)) == [32, 32]

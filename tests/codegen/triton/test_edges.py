@@ -128,6 +128,8 @@ def test_rows_that_are_read_across(length: int) -> None:
     ((41, 39, 200), (1, 2, 0), lambda x: x.log_softmax(1).contiguous() * 2),
     ((5, 13, 11, 70), (3, 0, 1, 2), lambda x: x.mul(2).contiguous()),
     ((15, 16, 3, 40), (3, 2, 1, 0), lambda x: x.mul(2).contiguous()),
+    ((70, 9, 6), (0, 1, 2), lambda x: x[..., :5].logcumsumexp(0)),
+    ((70, 9, 6), (0, 1, 2), lambda x: x[..., :5].cummax(0).values),
     ((3, 37, 5, 4), (1, 0, 2, 3), lambda x: torch.cat((x, x.transpose(0, 1).contiguous().transpose(0, 1)), 1)),
 ))
 def test_what_is_written_across_its_reads(shape: tuple[int, ...], order: tuple[int, ...], f: Callable[..., Any]

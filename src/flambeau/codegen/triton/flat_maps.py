@@ -27,7 +27,7 @@ def as_lines(k: LoopKernel, room: int) -> LoopKernel:
 def long_lines(k: LoopKernel) -> LoopKernel:
     """Merges the last variables of a transposition as long as its lines are too short for a tile."""
     while k.outer[-2] is not k.tile and is_line_of_lines(k) \
-            and k.about(k.outer[-1].size, BLOCKS.transpose_few) < BLOCKS.transpose_few:
+            and k.about(k.outer[-1].size, BLOCKS.transpose_least) < BLOCKS.transpose_least:
         k = as_one_line(k)
     return k
 

@@ -190,13 +190,22 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
 
     def transposed(self, *pair: Sym) -> dict[Sym, int]:
         """Square tiles: smaller ones where there are few tiles, where a point has several results, and where registers
-        could not hold what is read."""
-        k = self.k
-        read = sum(e.dtype.itemsize for e in set(loads(*k.everything())) if set(pair) <= e.symbols())
-        for side in (BLOCKS.transpose_side, BLOCKS.transpose_few)[self.apart:]:
-            blocks = {v: min(side, power(k.about(v.size, side))) for v in k.outer if v in pair}
+        could not hold what is read. Where some of it is the same along a third variable, small tiles lie on top of one
+        another."""
+        k, few = self.k, BLOCKS.transpose_few
+        reads = [e for e in set(loads(*k.everything())) if {*pair} <= e.symbols()]
+        deep = [v for v in k.outer if v not in pair and 0 < sum(v in e.symbols() for e in reads) < len(reads)]
+        layers = {v: min(BLOCKS.layers, power(k.about(v.size, BLOCKS.layers))) for v in deep[-1:]}
+        shapes = [(few, layers)] if layers and not self.apart else [] if self.apart else [(BLOCKS.transpose_side, {})]
+        for side, above in [*shapes, (few, dict[Sym, int]())]:
+            blocks = {v: above.get(v) or min(side, power(k.about(v.size, side)))
+                      for v in k.outer if v in (*pair, *above)}
+            for v in pair:  # the other one may be short
+                most = BLOCKS.tile * blocks[v] // math.prod(blocks[w] for w in pair)
+                blocks[v] = max(blocks[v], min(most, power(k.about(v.size, most))))
+            read = sum(e.dtype.itemsize * math.prod(b for v, b in blocks.items() if v in e.symbols()) for e in reads)
             if programs_of(k, k.outer, blocks) >= BLOCKS.enough_tiles \
-                    and math.prod(blocks.values()) * read <= BLOCKS.threads * BLOCKS.transposed_bytes:
+                    and read <= BLOCKS.threads * BLOCKS.transposed_bytes:
                 break
         return self.stretched(blocks, pair[-1])
 
