@@ -452,9 +452,10 @@ TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 
          ProductTile(128, (128, 64), 128, 4, 8), ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4),
          ProductTile(64, (64,), 256, 3, 4), ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4),
          ProductTile(128, (64,), 128, 4, 4), ProductTile(128, (64,), 128, 6, 4), ProductTile(128, (32,), 256, 4, 4),
-         ProductTile(128, (128,), 128, 3, 4), ProductTile(128, (256,), 128, 4, 4), ProductTile(128, (256,), 128, 3, 4),
-         ProductTile(128, (64, 16), 128, 5, 4),
-         ProductTile(128, (64, 32), 128, 5, 4), ProductTile(128, (32,), 128, 4, 4), ProductTile(128, (16,), 128, 4, 4))
+         ProductTile(128, (128,), 128, 3, 4), ProductTile(128, (256,), 128, 4, 4),
+         ProductTile(128, (64, 16), 128, 5, 4), ProductTile(128, (64, 32), 128, 5, 4),
+         ProductTile(128, (32,), 128, 4, 4), ProductTile(128, (16,), 128, 4, 4))
+
 
 @dataclass(frozen=True)
 class AttentionTile:
