@@ -56,7 +56,7 @@ class TileWriter(MapWriter):
         first, *others = sorted((self.dtypes[n].itemsize for n, _ in k.stores), reverse=True) or [0]
         across = [e.dtype.itemsize for i in k.items for e in loads(*i.exprs)
                   if all(e.symbols() & set(vars) for vars in (k.rows, k.columns))]
-        return t.high * max(t.wides) * (first + max([*others, *across, 0]))
+        return t.high * max(t.wides) // t.ends * (first + max([*others, *across, 0]))
 
     @staticmethod
     def has_slots(t: ProductTile) -> bool:
