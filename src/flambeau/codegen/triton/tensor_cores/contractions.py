@@ -120,7 +120,9 @@ class ContractBlocks(PieceTiles):
         # with a single step there is nothing to divide
         shared = [t for t in tiles if t.deep < depth * self.kind.itemsize]
         roles = tiles if k.ragged is None and all(self.by_engine(e, always=True) for e in k.factors()) else []
-        return {"once": cut, "turns": tiles, "roles": roles, "shares": shared, "pieces": shared}
+        # beside factors, results may fit in halves
+        turns = [t if self.fits(t, "turns") else replace(t, ends=2) for t in tiles]
+        return {"once": cut, "turns": turns, "roles": roles, "shares": shared, "pieces": shared}
 
     def by_engine(self, factor: Expr, always: bool = False) -> bool:
         """Whether the copy engine can load a factor, at sizes like those that were captured, or at any (`always`)."""
@@ -258,7 +260,19 @@ class ContractBlocks(PieceTiles):
         with self.scope("if first == 0:" if self.how == "shares" else "if True:", footer=""):
             for part, (at, size) in enumerate(self.column_parts()):
                 end = self.leave if self.how == "pieces" else self.finish
-                end([names[part] for names in sums], at, size)
+                found = [names[part] for names in sums]
+                for names, start in self.halved(found, at, size) if t.ends == 2 else ((found, at),):
+                    end(names, start, size // t.ends)
+
+    def halved(self, sums: Sequence[str], at: str, wide: int) -> list[tuple[list[str], str]]:
+        """Writes the halves of sums' columns; returns their names and where they start."""
+        halves: tuple[list[str], list[str]] = [], []
+        for name in sums:
+            for half in halves:
+                half.append(self.fresh("half"))
+            self.line(f"{halves[0][-1]}, {halves[1][-1]} = tl.split(tl.permute(tl.reshape("
+                      f"{name}, [{self.t.high}, 2, {wide // 2}]), [0, 2, 1]))")
+        return [(halves[0], at), (halves[1], f"{at} + {wide // 2}")]
 
     def column_parts(self) -> list[tuple[str, int]]:
         """Returns the start and the length of each part of a tile's columns."""
