@@ -188,7 +188,7 @@ def given(patch: Patch) -> tuple[Any, ...]:
     routes = steps.Routes(lambda callback: None)
     some = torch.ops.aten.upsample_nearest2d.vec
     every: dict[str, tuple[Any, ...]] = {
-        "frames": (lambda convert: len,), "calls": (lambda callback: None,),
+        "frames": (lambda convert: len,), "calls": (lambda callback: None,), "disabled": (), "readings": (),
         "optimizers": (routes.routed, routes.remembering),
         "before_start": (len, len, len), "dlpack": (lambda own: len,), "sharing": (lambda own: len,),
         "wrappers": (len,), "cache": (len, len), "shared_inputs": (), "objects": (), "cut": ((some,), ()),

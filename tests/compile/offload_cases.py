@@ -38,6 +38,7 @@ def enabled() -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
     monkeypatch.setattr(offload, "LEAST", 1)
+    monkeypatch.setattr(offload, "COPIES", 0)  # such small tensors would not be worth a copy
     link(monkeypatch, 1e3)
     with config.override(verify=True):
         yield

@@ -18,13 +18,14 @@ from drawn import first_seed
 from flambeau.bench.models import SUITE
 from flambeau.codegen.source import called
 from flambeau.config import config
+from flambeau.ir import attention, program
 from flambeau.ir.lines import reach
 from flambeau.ir.program import Program
 from flambeau.pipeline import Compiled
 from flambeau.runtime.executor import write
 from flambeau.runtime.launch_plan import Held, LaunchPlan
 from flambeau.runtime.plain_data import Malformed
-from flambeau.runtime.plain_program import from_plain, to_plain
+from flambeau.runtime.plain_program import codec, from_plain, to_plain
 from flambeau.targets.base import get_target
 from fuzz import kinds  # noqa: F401 - what is drawn
 from fuzz.draw import draw
@@ -146,6 +147,14 @@ def frozen_all_through(x: Any) -> bool:
         return all(frozen_all_through(getattr(x, f.name)) for f in fields(x))
     assert not isinstance(x, (list, dict, set)), type(x)
     return all(map(frozen_all_through, x)) if isinstance(x, tuple) else True
+
+
+def test_every_class_of_programs_is_in_the_table() -> None:
+    for module in (attention, program):
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == module.__name__ and (
+                    is_dataclass(kind) or hasattr(kind, "_fields")):
+                assert kind in codec().records, kind
 
 
 def test_it_does_not_change() -> None:

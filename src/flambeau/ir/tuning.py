@@ -45,6 +45,7 @@ class Tuning:
     product_even: int = number(64, "elements", "lengths of the pieces of a product's depth are multiples of this")
     split_more: int = number(4, "pieces", "a further variable is only cut if that gives at least this many pieces")
     split_columns: int = number(64, "columns", "the number of results that one program computes side by side")
+    split_across: int = number(1, "rows", "of one program where some data is contiguous across rows")
     asked: int = number(40, "checks", "of windows for each position; with more, atomic additions are faster")
     factor_again: int = number(0, "rows or columns", "the largest product for which a factor is computed again")
     table_launches: int = number(4, "launches", "the fewest launches of one kernel that are worth joining into a table")
@@ -228,6 +229,7 @@ class BlockTuning(Tuning):
     warp: int = number(32, "threads", "the number that runs in step")
     most_warps: int = number(16, "warps", "the most of one program; with more, each thread has too few registers")
     split_row: int = number(1024, "elements", "the shortest piece of a split row: longer ones leave too few programs")
+    split_across: int = number(16, "rows", "of one program where some data is contiguous across rows: two sectors")
     thread: int = number(16, "elements", "that each thread of a reduction combines without exchanging data")
     thread_few: int = number(8, "elements", "the same number with few programs: more threads have more in flight")
     held_values: int = number(48, "values", "the most that a thread of a reduction loads and stores; with more, its "
@@ -245,6 +247,7 @@ class BlockTuning(Tuning):
     neighbour_threads: int = number(64, "threads", "the same size if a point computes several windows")
     tile: int = number(1024, "elements", "the number for each program of a map: two accesses of 16 bytes per thread")
     transpose_side: int = number(64, "elements", "the side of a transposed tile")
+    transposed_bytes: int = number(192, "bytes", "of a transposed tile, the most that each thread reads at once")
     transpose_few: int = number(32, "elements", "the same side if there are few tiles")
     enough_tiles: int = number(1024, "programs", "so many keep a GPU busy: eight of 128 threads on a processor")
     phases: int = number(16, "elements", "the most that one point computes together: they are in registers")
@@ -268,8 +271,8 @@ class BlockTuning(Tuning):
     column_rows: int = number(64, "elements", "the longest reduced axis that is held as a whole beside columns")
     column_tile: int = number(4096, "elements", "the largest tile of columns that is held at the usual width")
     sector: int = number(32, "bytes", "the narrowest columns: what a cache requests from memory; twice that is better")
-    few_programs: int = number(66, "programs", "with fewer, half of the processors are idle")
-    few_columns: int = number(16, "columns", "the number for each program if there are few programs")
+    across_least: int = number(4, "elements", "between results of a row: from then on a map transposes them")
+    few_columns: int = number(16, "columns", "the fewest for each program if there would be too few programs")
     segment_items: int = number(8, "items", "the number of a segment's items that are loaded at once")
     segment_elements: int = number(256, "elements", "of segments, reduced side by side by one program")
     segment_warp: int = number(128, "elements", "the number for each warp, 512 bytes, which it reduces alone")
@@ -386,7 +389,7 @@ class ProductTile:
                           BLOCKS.threads_most // (BLOCKS.warp * self.warps)))
 
 
-WAYS = ("once", "turns", "shares", "pieces")
+WAYS = ("once", "turns", "roles", "shares", "pieces")
 PIECES = range(2, 33)  # pieces of the depth: a second launch reads so many at once
 
 
@@ -398,6 +401,13 @@ class Way:
     how: str = "once"
     pieces: int = 1
     turned: bool = False  # rows and columns are swapped
+
+    @property
+    def halves(self) -> bool:
+        """Whether the last tile of a part of the rows may have half of the height: 64 rows are what tensor cores take
+        together. The loop over a program's tiles has one height, as the compiler merges it with the one over the
+        depth."""
+        return self.how == "once" and self.tile.high >= 128
 
     def cost(self, sizes: Sequence[int], itemsize: int) -> float:
         """The modelled cost of a product, in cycles."""
@@ -413,7 +423,7 @@ class Way:
         each, after = -(-tiles // units), t.high * t.wide * t.tail / BLOCKS.operations
         if self.how == "once":
             return each * (steps * step + after) + -(-each // t.side_by_side(itemsize)) * once
-        if self.how == "turns":
+        if self.how in ("turns", "roles"):
             return each * (steps * step + after + once / 4) + once + BLOCKS.step_start
         if self.how == "pieces":
             programs, points = tiles * min(self.pieces, steps), rows * columns * batch
@@ -442,7 +452,8 @@ TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 
          ProductTile(128, (128, 64), 128, 4, 8), ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4),
          ProductTile(64, (64,), 256, 3, 4), ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4),
          ProductTile(128, (64,), 128, 4, 4), ProductTile(128, (64,), 128, 6, 4), ProductTile(128, (32,), 256, 4, 4),
-         ProductTile(128, (128,), 128, 3, 4), ProductTile(128, (64, 16), 128, 5, 4),
+         ProductTile(128, (128,), 128, 3, 4), ProductTile(128, (256,), 128, 4, 4), ProductTile(128, (256,), 128, 3, 4),
+         ProductTile(128, (64, 16), 128, 5, 4),
          ProductTile(128, (64, 32), 128, 5, 4), ProductTile(128, (32,), 128, 4, 4), ProductTile(128, (16,), 128, 4, 4))
 
 @dataclass(frozen=True)
