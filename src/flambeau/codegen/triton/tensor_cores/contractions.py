@@ -57,9 +57,9 @@ def multiplied(factor: Expr) -> tuple[Expr, Expr | None]:
 def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsize: int, memory: float, parts: int
            ) -> list[Way]:
     """The candidates worth timing: all whose modelled cost is within `near` of the best, with one orientation and one
-    number of pieces for each tile shape. The cheapest comes first, and the three cheapest of each way to divide the work
-    before others, as not all are timed. If the `memory` traffic dominates, only the first. `parts`: of the rows, in the
-    last tile of each of which half of the rows are empty on average."""
+    number of pieces for each tile shape. The cheapest comes first, and the three cheapest of each way to divide the
+    work come before others, as not all are timed. If the `memory` traffic dominates, only the first. `parts`: of the
+    rows, in the last tile of each of which half of the rows are empty on average."""
     found: dict[tuple[ProductTile, str], tuple[float, Way]] = {}
     for way in ways:
         rows, columns, *others = sizes if not way.turned else (sizes[1], sizes[0], *sizes[2:])
