@@ -56,9 +56,10 @@ def multiplied(factor: Expr) -> tuple[Expr, Expr | None]:
 @lru_cache(maxsize=256)
 def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsize: int, memory: float, parts: int
            ) -> list[Way]:
-    """The candidates worth timing, cheapest first: all whose modelled cost is within `near` of the best, with one
-    orientation and one number of pieces for each tile shape. If the `memory` traffic dominates, only the first.
-    `parts`: of the rows, in the last tile of each of which half of the rows are empty on average."""
+    """The candidates worth timing: all whose modelled cost is within `near` of the best, with one orientation and one
+    number of pieces for each tile shape. The cheapest comes first, and the three cheapest of each way to divide the
+    work come before others, as not all are timed. If the `memory` traffic dominates, only the first. `parts`: of the
+    rows, in the last tile of each of which half of the rows are empty on average."""
     found: dict[tuple[ProductTile, str], tuple[float, Way]] = {}
     for way in ways:
         rows, columns, *others = sizes if not way.turned else (sizes[1], sizes[0], *sizes[2:])
@@ -71,7 +72,9 @@ def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsiz
     costs = sorted(found.values(), key=lambda at: at[0])
     least = costs[0][0] if costs else 0
     at_most = least if least * 100 < memory * BLOCKS.near else least * BLOCKS.near / 100
-    return [way for cost, way in costs if cost <= at_most]
+    near = [way for cost, way in costs if cost <= at_most]
+    before = [sum(other.how == way.how for other in near[:k]) for k, way in enumerate(near)]
+    return [near[k] for k in sorted(range(len(near)), key=lambda k: before[k] // 3)]
 
 
 def turned(k: ContractKernel) -> ContractKernel:
