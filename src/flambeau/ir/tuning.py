@@ -36,6 +36,8 @@ class Tuning:
     flat_tiles: bool = False  # short lines are transposed, and walked as one
     flat_maps: bool = False  # short lines of a map's results are walked as one, whatever is read
     line_bytes: int = number(64, "bytes", "that memory moves at once")
+    row_kept: int = number(0, "bytes", "of a row that one kernel reads in one order and writes in another; 0: any row")
+    columns_kept: int = number(16, "columns", "side by side in one order; fewer are no vectors, and are not turned")
     row_lines: int = number(0, "bytes", "of lines that a row leaves to the next: a cache still holds them then; 0: "
                                         "loops are ordered by what they write")
     transpose_least: int = number(16, "elements", "contiguous on one side: below it a tile brings nothing")
@@ -106,6 +108,8 @@ class CpuTuning(Tuning):
     bodies: int = number(4, "bodies", "that a compiler may write side by side to have their vectors under way at once")
     row_steps: int = number(4, "steps", "of all lanes in a row, at least: with fewer, joining the lanes dominates")
     columns: int = number(512, "columns", "reduced side by side: their states stay in the first-level cache")
+    row_kept: int = number(16384, "bytes", "of a row that one kernel reads in one order and writes in another: half of "
+                                           "a first-level cache")
     few_columns: int = number(32, "columns", "that with those of other rows are as many as fill vectors")
     wide_columns: int = number(256, "columns", "that rows of few come to, summed side by side: states of 1 KB")
     turn_rows: int = number(16, "rows", "of each of those that are summed side by side, at least")

@@ -7,7 +7,7 @@ regrouping of dimensions) and reads the group's results only at its own point, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -53,6 +53,9 @@ class Group:
         return bool(self.members) and isinstance(self.members[0].node, Contract)
 
 
+Apart = Callable[["Group", Node, "Joined"], bool]
+
+
 @dataclass
 class Single:
     """A node that becomes a separate kernel or call."""
@@ -65,8 +68,9 @@ class Single:
         return [self.node]
 
 
-def fuse(graph: Graph) -> list[Group | Single]:
-    """The groups of a graph, in an order that respects every dependency."""
+def fuse(graph: Graph, apart: Apart = lambda group, node, joined: False) -> list[Group | Single]:
+    """The groups of a graph, in an order that respects every dependency. `apart`: whether a node that could join a
+    group stays out of it."""
     groups: list[Group | Single] = []
     home: dict[str, int] = {}  # buffer -> position of the group that computes it
     sizes = {name: b.numel for name, b in graph.buffers.items()}
@@ -83,7 +87,7 @@ def fuse(graph: Graph) -> list[Group | Single]:
             known = {q for r in reads for q in (*near.get(r, ())[-MOST_NEAR:], home.get(r, -1)) if q >= max(first, 0)}
             beside = {q for r in reads if r in home for m in groups[home[r]].nodes for name in m.names
                       for q in near[name][-MOST_NEAR:] if q >= max(first, 0)} if is_small(n.vars, n) else set()
-            place = _find(groups, n, reads, sorted(known | beside), sizes, beside)
+            place = _find(groups, n, reads, sorted(known | beside), sizes, beside, apart)
         if place is None and isinstance(n, Partial):
             n = n.plain
             reads = n.reads()
@@ -124,7 +128,7 @@ def is_small(vars: Iterable[Sym], n: Node) -> bool:
 
 
 def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[int], sizes: dict[str, Index],
-          beside: set[int]) -> int | None:
+          beside: set[int], apart: Apart) -> int | None:
     """Add n to the best of the groups at `where` and return its position; None if it can join none. `beside`: groups
     that read results of a group that n reads from too; a small reduction costs nothing extra there, even if it shares
     no buffer with them."""
@@ -138,7 +142,7 @@ def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[in
         if not (shared or position in beside) or len(g.reads | reads) + len(g.written) > MOST_BUFFERS:
             continue
         joined = _join(g, n)
-        if joined is None:
+        if joined is None or apart(g, n, joined):
             continue
         if joined.fine != g.fine:
             shared &= _read_together(g, n, joined)
@@ -165,7 +169,7 @@ def _read_together(g: Group, n: Node, j: Joined) -> set[str]:
     def places(exprs: Iterable[Expr], mapping: Mapping) -> set[tuple[str, tuple[Index, ...]]]:
         return {(e.attr[0], tuple(i.subs(mapping) for i in e.attr[1])) for e in loads(*exprs)}
 
-    regroup = _regrouping(g, j.fine)
+    regroup = regrouping(g, j.fine)
     theirs = set(g.written)
     mine = places(n.exprs(), j.mapping)
     for m in g.members:
@@ -335,7 +339,7 @@ def _try(g: Group, n: Node, real: list[Sym], sizes: tuple[Index, ...], fine: tup
     return Joined(fine, axes, level, mapping)
 
 
-def _regrouping(g: Group, fine: tuple[Index, ...]) -> Mapping:
+def regrouping(g: Group, fine: tuple[Index, ...]) -> Mapping:
     """The group's variables as indices over those of a finer domain."""
     mapping = _map(g.fine, list(g.vars), fine, list(range(len(fine))))
     assert mapping is not None
@@ -344,14 +348,14 @@ def _regrouping(g: Group, fine: tuple[Index, ...]) -> Mapping:
 
 def _rewritten(g: Group, fine: tuple[Index, ...]) -> dict[str, tuple[tuple[Index, ...], str]]:
     """The places that the group writes, in the variables of a finer domain."""
-    mapping = _regrouping(g, fine)
+    mapping = regrouping(g, fine)
     return {name: (tuple(i.subs(mapping) for i in at), level) for name, (at, level) in g.written.items()}
 
 
 def _commit(g: Group, n: Node, reads: set[str], j: Joined) -> None:
     if j.fine != g.fine:
         g.written = _rewritten(g, j.fine)
-        regroup = _regrouping(g, j.fine)
+        regroup = regrouping(g, j.fine)
         for m in g.members:
             m.mapping = {v: i.subs(regroup) for v, i in m.mapping.items()}
         g.fine = j.fine
