@@ -127,7 +127,7 @@ def test_nobody_else_names_or_changes_torchs_inside() -> None:
 
 
 def test_private_attributes_of_torchs_objects_are_listed() -> None:
-    """What an object is, a syntax tree does not say: private names that nobody here defines are other people's."""
+    """A syntax tree has no types, so private names that are not defined here count as torch's."""
     trees = {path: ast.parse(path.read_text()) for path in sources()}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
     defined = {getattr(n, "name", None) or getattr(n, "id", None) or getattr(n, "arg", None) for _, n in nodes

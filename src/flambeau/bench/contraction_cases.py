@@ -150,7 +150,7 @@ def experts(draw: random.Random, scale: int) -> Iterator[Case]:
                     torch.tensor(ends, dtype=torch.int32, device=device)]
 
         yield Case(f"{count}, {rows} x {columns} x {depth}", GROUPED, grouped, (), work, made=made,
-                   peers=("eager", "inductor", "flambeau"))
+                   peers=("eager", "inductor", "flambeau", "own"))
 
 
 def cases(seed: int, scale: int = 1, count: int = 60, tailed: int = 20) -> list[Case]:

@@ -87,7 +87,8 @@ class GraphCache:
         self.free: str | None = None  # the place for a new entry
         wanted = config.graph_cache and not config.verify and not torch.compiler.config.force_disable_caches
         wanted = wanted and config.debug < 2  # an entry holds kernels, but not the report of how operators were fused
-        if wanted and target is not None:
+        # Only Dynamo's graphs describe their inputs.
+        if wanted and target is not None and TracingContext.try_get() is not None:
             try:
                 self.key = graph_key(gm, inputs, settings, target)
             except Exception as reason:  # Uncacheable, or an unforeseen kind of input

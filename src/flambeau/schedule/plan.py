@@ -56,7 +56,6 @@ from .split_reductions import split_reductions
 from .streams.order import check_order
 from .streams.waits import plan_streams, sections
 from .tensor_tables import join_launches
-from .turned_rows import is_turned
 
 
 def strided(v: Value, buffer: Buffer) -> tuple[tuple[Index, ...], Index] | None:
@@ -167,8 +166,8 @@ def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, see
         widen_columns(graph, caps.tuning)
     if check:
         verify(graph, "after inlining")
-    groups = fuse(graph, lambda g, n, j: is_turned(g, n, j, graph.buffers, caps.tuning))
     hard = materialised(graph)
+    groups = fuse(graph, caps.tuning, hard)
     stored = set(reads_elsewhere(groups, set(hard)))
     within = {name for name, why in hard.items() if why == COMPARED} - set(reads_elsewhere(groups, set()))
     steps: list[Step] = []

@@ -1,4 +1,4 @@
-"""Rows that are read in one memory order and written in another: reductions and map are kernels of their own."""
+"""Maps that write across the rows or columns of a reduction are kernels of their own."""
 
 from __future__ import annotations
 
