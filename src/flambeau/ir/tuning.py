@@ -111,6 +111,8 @@ class CpuTuning(Tuning):
     bodies: int = number(4, "copies", "loop bodies that compilers may interleave to keep several vectors in flight")
     row_steps: int = number(4, "steps", "the fewest of all lanes in a row; with fewer, joining lanes dominates")
     columns: int = number(512, "columns", "reduced side by side: their partial results stay in the first-level cache")
+    columns_kept: int = number(16, "columns", "the fewest that one kernel reads in one order and writes in another")
+    row_kept: int = number(16384, "bytes", "the longest row for which one kernel does so: half of a first-level cache")
     few_columns: int = number(32, "columns", "with so few, several rows are summed side by side to fill vectors")
     wide_columns: int = number(256, "columns", "the most columns that such rows make together: 1 KB of partial sums")
     turn_rows: int = number(16, "rows", "the fewest rows of each of the sums that run side by side")
