@@ -197,15 +197,18 @@ def measured(gm: fx.GraphModule, products: Sequence[fx.Node], target: Target, co
 
 
 def spread_parts(gm: fx.GraphModule, args: Sequence[Any]) -> None:
-    """Fill the ends of ragged products so that all parts are equally long."""
+    """Fills the ends of ragged products with places drawn from a fixed seed. Parts of equal length would hide what the
+    ends of parts cost."""
     places = {n: k for k, n in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
     for n in gm.graph.nodes:
         at = facts(n.target).ends if n.op == "call_function" else None
         if at is not None and len(n.args) > at and n.args[at] in places:
             a, b = (i.meta["val"] for i in n.args[:2])
-            size = a.shape[-1] if a.dim() == b.dim() else a.shape[0] if a.dim() == 2 else b.shape[-1]
+            size = hint(a.shape[-1] if a.dim() == b.dim() else a.shape[0] if a.dim() == 2 else b.shape[-1])
             ends = args[places[n.args[at]]]
-            ends.copy_(torch.arange(1, len(ends) + 1, device=ends.device) * hint(size) // len(ends))
+            drawn = torch.randint(0, size + 1, (len(ends),), generator=torch.Generator().manual_seed(0))
+            drawn[-1:] = size
+            ends.copy_(drawn.sort().values)
 
 
 def call(run: Run, args: Sequence[Any]) -> object:

@@ -216,7 +216,7 @@ def copied(d: Draw) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def into(d: Draw) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What is written to is resized, or has another layout."""
+    """`out` is resized, or has another layout."""
     shape = d.shape()
     out = torch.empty(d.choice((shape, shape[::-1], [0])))
     return lambda x, out: torch.exp(x, out=out), (d.tensor(shape), out)
@@ -292,7 +292,7 @@ def test_fifty_shapes(kernels: list[str], function: Callable[..., torch.Tensor])
 
 
 def test_dimensions_that_are_one_row(kernels: list[str]) -> None:
-    """How many there are, and which are one, does not matter to what is done element by element."""
+    """Elementwise kernels serve any number of dimensions, and any of size one."""
     for shape in ((4, 5), (3, 2, 7), (1, 9), (40,), (2, 1, 3, 2)):
         x, there = torch.rand(shape), torch.rand(shape).to(DEV)
         got = there.copy_(x).mul(there).sub_(there)

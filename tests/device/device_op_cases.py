@@ -40,7 +40,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 @pytest.fixture
 def compiled() -> Iterator[list[Any]]:
-    """What is compiled in a test."""
+    """Collects the kernels that are compiled in a test."""
     seen: list[Any] = []
     pipeline.OBSERVERS.append(seen.append)
     yield seen

@@ -1,4 +1,4 @@
-"""`import torch` is enough for the device, and costs nobody anything."""
+"""`import torch` is enough for the device, and is no slower for programs that do not use it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
     flambeau bench overlap --target cuda --json results/overlap-cuda.json
 
-Each model and mode is a part (`parts`), compiled once, while others compile. The choice between one stream and several,
-and everything after it, runs alone on the machine. On CUDA both are recorded (`graphs=True`). Their results are
+Each model and mode is a part (`parts`), compiled once, while others compile. The choice between one stream and several
+(`runtime/streams/overlap_choice.py`: by the device's times, then by a clock over steps), and everything after it, runs
+alone on the machine. On CUDA both are recorded (`graphs=True`). Their results are
 compared bit by bit. `seconds` are the device's, which is kept busy while the host launches a step; `wall` are those of
 a clock, over consecutive steps, which for a small model is the host's time.
 """
@@ -33,6 +34,7 @@ from flambeau.torch_compat import cuda
 Config = dict[str, int]
 PREPARE = 0.6  # the share of the time after which nothing more is compiled
 WARM = 5  # steps in which recordings are made
+TRIAL = 2 * overlap_choice.TURNS * overlap_choice.CALLS + 1  # steps after which a clock has decided
 BURST, ROUNDS = 0.01, (11, 60)  # seconds of consecutive steps that make one measurement; the number of measurements
 STEPS = 25  # steps for the device's times
 CLOCK = 2e9  # cycles per second of a GPU, roughly
@@ -48,7 +50,8 @@ class OverlapRow:
     wall: dict[str, float] = field(default_factory=dict)
     equal: bool | None = None  # whether the bits of results and gradients are equal
     steady: bool | None = None  # whether two steps on one stream have the same bits
-    chosen: list[str] = field(default_factory=list)  # for each graph with a choice: the choice, and the seconds of both
+    chosen: list[str] = field(default_factory=list)  # for each graph with a choice: by the device, the seconds of both
+    trials: list[str] = field(default_factory=list)  # for each function with a choice: by a clock, the same
     errors: dict[str, str] = field(default_factory=dict)
 
     def gain(self, times: str = "seconds") -> float | None:
@@ -231,6 +234,10 @@ def part(talk: Talk, name: str, mode: str, device: str, tiny: bool, seconds: flo
             step()
         found[kind] = [t.clone() for t in step()]  # a recording cannot be replayed while its results are held
     kinds.turn()
+    trials = [*overlap_choice.TRIALS.values()]
+    for _ in range(TRIAL if trials else 0):
+        steps["auto"]()
+    talk.tell(trials=[f"{t.kind} {' '.join(f'{min(s[1:]):.4g}' for s in t.seconds)}" for t in trials if t.over])
     # With sums in no fixed order (gradients of embedding bags), two runs of one program differ.
     talk.tell(steady=all(map(torch.equal, found["one"], steps["one"]())),
               equal=all(map(torch.equal, found["one"], found["auto"])), chosen=kinds.chosen)

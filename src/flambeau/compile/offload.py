@@ -4,12 +4,13 @@
     options={"offload": 0.3}                                                  # that part of the peak
     options={"offload": "auto"}                                               # what the device's memory is short of
 
-One time model decides for all saved tensors. Sending costs nothing if the link to the host is free until the forward
-ends, and the copy back completes before the tensor is used. Otherwise it costs the time of the copy. Recomputing costs
-the time of its operators. So the link takes tensors that are expensive to compute, and the rest of the request is met
-by recomputing cheap ones. The speed of the link is measured once per machine and stored on disk.
+One time model decides for all saved tensors. If the link to the host is free until the forward ends, and the copy back
+completes before the tensor is used, then sending costs only the launches of the copies. Otherwise it costs the time of
+the copy. Recomputing costs the time of its operators. So the link takes tensors that are expensive to compute, and the
+rest of the request is met by recomputing cheap ones. The speed of the link is measured once per machine and stored on
+disk.
 
-The joint graph is partitioned twice, because recomputation changes what has to be saved.
+The joint graph is partitioned again after each choice, because recomputation changes what has to be saved.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.flop_counter import flop_registry
 
 from flambeau.ir.tuning import Tuning
 from flambeau.ops.facts import facts
 from flambeau.runtime.placement import flat
 from flambeau.runtime.streams.host_copies import NOTES, fetch, send
+from flambeau.torch_compat.aot import must_recompute
 from flambeau.torch_compat.fake import detect_fake_mode
 from flambeau.torch_compat.ops import OpOverload
 
+from .offload_times import Machine, base_of, is_view, size_of, views_of
 from .offload_wish import bytes_of
 
 LEAST = 1 << 20  # bytes: smaller tensors are not worth a copy
 LONGEST_WAY = 64  # at most this many operators are recomputed for one saved tensor
 MARGIN = 0.9  # the share of the device's memory that "auto" lets a program use
+ROUNDS = 3  # choices of what is recomputed
+COPIES = 4  # launches that cost the host as much as a copy there and back, with its memory and its waits
 UNCHECKED = "saved_tensor_with_no_vc_check"  # a key in the meta of a saved tensor: torch saves these after the others
 Wish = str | float
 
@@ -66,71 +70,6 @@ class Offload:
     rate: float  # bytes per nanosecond to the host
     memory: Callable[[], int]  # total bytes of device memory
     part: bool = False  # one piece of a larger model: copies may continue while later pieces run
-
-
-class Machine:
-    """Estimates the time of a node from the bytes it moves and the operations of its products."""
-
-    def __init__(self, tuning: Tuning, rate: float) -> None:
-        self.tuning, self.rate = tuning, rate  # bytes per nanosecond to the host
-
-    def time(self, n: fx.Node) -> float:
-        if n.op != "call_function" or not isinstance(n.target, OpOverload) or facts(n.target).view:
-            return 0.0
-        made = sum(map(size_of, flat(n.meta.get("val")))) if is_stored(n) else 0
-        read = sum(size_of(t) for a in n.all_input_nodes if is_stored(a) for t in flat(a.meta.get("val")))
-        if not is_product(n):
-            return (made + read) / self.tuning.memory_rate
-        wide = max((t.itemsize for t in flat(n.meta.get("val")) if isinstance(t, torch.Tensor)), default=2) > 2
-        rate = self.tuning.product_rate / (8 if wide else 1)
-        return self.tuning.launch_recorded + max((made + read) / self.tuning.memory_rate, operations(n) / rate)
-
-
-def is_product(n: fx.Node) -> bool:
-    return isinstance(n.target, OpOverload) and n.target.overloadpacket in flop_registry
-
-
-def is_stored(n: fx.Node) -> bool:
-    """Whether a kernel stores the node's value: results of products, and what products or callers read. Others fuse."""
-    if n.op == "placeholder" or is_product(n):
-        return True
-    if n.target is operator.getitem or is_view(n):
-        return is_stored(n.all_input_nodes[0])
-    return any(u.op == "output" or is_product(u) or ((is_view(u) or u.target is operator.getitem) and read_whole(u))
-               for u in n.users)
-
-
-def read_whole(n: fx.Node) -> bool:
-    """Whether a product or the caller reads a view."""
-    return any(u.op == "output" or is_product(u) or (is_view(u) and read_whole(u)) for u in n.users)
-
-
-def size_of(t: Any) -> int:
-    known = isinstance(t, torch.Tensor) and all(isinstance(s, int) for s in t.shape)
-    return t.numel() * t.itemsize if known else 0
-
-
-def operations(n: fx.Node) -> float:
-    def value(x: Any) -> Any:
-        return x.meta.get("val") if isinstance(x, fx.Node) else x
-
-    try:
-        args, kwargs = fx.node.map_aggregate(n.args, value), fx.node.map_aggregate(n.kwargs, value)
-        return float(flop_registry[n.target.overloadpacket](*args, **kwargs, out_val=n.meta["val"]))  # type: ignore[union-attr]
-    except Exception:  # the formula does not handle these shapes
-        return 0.0
-
-
-def base_of(n: fx.Node) -> fx.Node:
-    """The node that owns the memory of a view."""
-    while is_view(n) or (n.target is operator.getitem and is_view(n.args[0])):  # e.g. one result of `split`
-        n = n.all_input_nodes[0]
-    return n
-
-
-def is_view(n: Any) -> bool:
-    return (isinstance(n, fx.Node) and isinstance(n.target, OpOverload) and facts(n.target).view
-            and bool(n.all_input_nodes))
 
 
 def saved_by(forward: fx.Graph, backward: fx.Graph, results: int, machine: Machine) -> tuple[list[Saved], float]:
@@ -169,7 +108,8 @@ def movable(n: fx.Node) -> bool:
 
 
 def again(n: fx.Node, kept: set[fx.Node], machine: Machine) -> tuple[float, list[str]]:
-    """The cost of recomputing a node from values that are kept anyway, and the names of the recomputed nodes."""
+    """The cost of recomputing a node from values that are kept or recomputed anyway, and the names of the nodes that
+    are recomputed for it."""
     way, todo, cost = [n], [n], 0.0
     while todo:
         x = todo.pop()
@@ -179,7 +119,8 @@ def again(n: fx.Node, kept: set[fx.Node], machine: Machine) -> tuple[float, list
         if not pure or "recompute" in x.meta or len(way) > LONGEST_WAY:
             return float("inf"), []
         cost += machine.time(x)
-        new = [a for a in x.all_input_nodes if a.op == "call_function" and a not in kept and a not in way]
+        new = [a for a in x.all_input_nodes if a.op == "call_function" and a not in kept and a not in way
+               and not must_recompute(a)]
         way += new
         todo += new
     return cost, [x.name for x in way]
@@ -230,23 +171,27 @@ def wanted_bytes(forward: fx.Graph, backward: fx.Graph, given: Offload) -> float
     wish = given.wish
     if isinstance(wish, str) and wish != "auto":
         return float(bytes_of(wish))
-    peak = peak_of(forward, backward)
+    # What a piece of a larger model adds to the peak is what it holds, whatever else it needs while it runs.
+    peak = held_by(forward) if given.part else peak_of(forward, backward)
     return peak * wish if isinstance(wish, float) else max(peak - MARGIN * given.memory(), 0.0)
 
 
-def choose_again(forward: fx.Graph, backward: fx.Graph, results: int, given: Offload) -> list[str]:
-    """The nodes to recompute: the cheapest per byte, for the part of the request that the link cannot copy for free."""
+def choose_again(forward: fx.Graph, backward: fx.Graph, results: int, given: Offload, left: float) -> set[str]:
+    """The nodes to recompute: those that cost least for the bytes that are still to go, unless a copy costs less."""
     found, end = saved_by(forward, backward, results, Machine(given.tuning, given.rate))
-    free = beside(sorted(found, key=lambda s: (-s.again / s.bytes, s.made)), end, given)
-    left = wanted_bytes(forward, backward, given) - sum(s.bytes for s in free)
-    names: dict[str, None] = {}
-    for s in sorted(found, key=lambda s: s.again / s.bytes):
-        if left <= 0 or s.again > s.bytes / given.rate:
-            break
-        if s not in free:
-            names.update(dict.fromkeys(s.way))
-            left -= s.bytes
-    return list(names)
+    free = {s.node for s in beside(sorted(found, key=lambda s: (-s.again / s.bytes, s.made)), end, given)}
+    names: set[str] = set()
+
+    def cost(s: Saved) -> float:
+        return min(s.again, given.tuning.launch * COPIES if s.node in free else s.bytes / given.rate)
+
+    while found and left > 0:
+        best = min(found, key=lambda s: cost(s) / min(s.bytes, left))
+        found.remove(best)
+        left -= best.bytes
+        if best.again <= cost(best):
+            names.update(best.way, (n.name for r in best.results for n in views_of(r)))
+    return names
 
 
 def choose_sent(forward: fx.Graph, backward: fx.Graph, results: int, given: Offload, wanted: float
@@ -307,14 +252,21 @@ def keep_elsewhere(joint: fx.GraphModule, cut: Callable[[fx.GraphModule], tuple[
     forward, backward = cut(copied(joint))
     held, wanted = held_by(forward.graph), wanted_bytes(forward.graph, backward.graph, given)
     notes = [f"of {mebi(peak_of(forward.graph, backward.graph))} at the peak, {mebi(wanted)} are to go"]
-    if names := choose_again(forward.graph, backward.graph, results, given):
+    names: set[str] = set()
+    for _ in range(ROUNDS):  # what is recomputed changes what is saved, and when it is used
+        less = held - held_by(forward.graph)
+        more = choose_again(forward.graph, backward.graph, results, given, wanted - less) - names
+        if not more:
+            break
+        names |= more
         for n in joint.graph.nodes:
             if n.name in names:
                 n.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        forward, backward = cut(joint)
-        less = held - held_by(forward.graph)
+        forward, backward = cut(copied(joint))
+    less = held - held_by(forward.graph)
+    if names:
         notes.append(f"{mebi(less)} are computed again in the backward ({len(names)} operators)")
-        wanted -= less
+    wanted -= less
     sent, note = choose_sent(forward.graph, backward.graph, results, given, wanted)
     send_saved(forward, backward, results, sent)
     forward.meta[NOTES] = [*notes, note]

@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index, volume
-from flambeau.ir.nodes import Contract, Extern, Graph, Node, Partial, Pointwise, Reduce, Segment
+from flambeau.ir.needs import Needs
+from flambeau.ir.nodes import Contract, Graph, Node, Partial, Pointwise, Reduce, Segment
 from flambeau.ir.tuning import Tuning
 
 from .crossings import row_reads, writes_across
@@ -73,13 +74,11 @@ def fuse(graph: Graph, t: Tuning, stored: Collection[str]) -> list[Group | Singl
     groups: list[Group | Single] = []
     home: dict[str, int] = {}  # buffer -> position of the group that computes it
     sizes = {name: b.numel for name, b in graph.buffers.items()}
-    born: dict[Sym, int] = {}  # a size that data decides -> position of the call whose result has it
+    needs = Needs(graph)
     near: dict[str, list[int]] = {}  # buffer -> positions of the groups that read or write it
     for n in graph.nodes:
         reads = n.reads()
-        first = max((home[r] for r in reads if r in home), default=-1)
-        if born:
-            first = max((first, *(born[s] for s in symbols_of(n) if s in born)))
+        first = max((home[r] for r in needs.of(n) if r in home), default=-1)
         place = None
         if isinstance(n, (Pointwise, Reduce)) and not isinstance(n, Contract):
             # Of the many groups that read a common value, such as a learning rate, only the latest are candidates.
@@ -106,19 +105,7 @@ def fuse(graph: Graph, t: Tuning, stored: Collection[str]) -> list[Group | Singl
         for name in (*reads, *n.names):
             if not (there := near.setdefault(name, [])) or there[-1] != place:
                 there.append(place)
-        if isinstance(n, Extern):
-            given = set(born).union(*(i.symbols() for v in n.values() for i in v.shape))
-            made = frozenset().union(*(i.symbols() for name in n.names for i in graph.buffers[name].shape))
-            born |= dict.fromkeys(made - given, place)
     return groups
-
-
-def symbols_of(n: Node) -> set[Sym]:
-    """The symbols in a node's loop sizes and expressions."""
-    out: set[Sym] = set().union(*(e.symbols() for e in n.exprs()))
-    for v in getattr(n, "vars", ()):
-        out |= v.size.symbols()
-    return out
 
 
 def is_small(vars: Iterable[Sym], n: Node) -> bool:

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from flambeau.codegen.source import BlockSource
-from flambeau.codegen.triton.dialect import POINTED
+from flambeau.codegen.triton.dialect import pointed
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.base import Build, Launch, Plan, Step
@@ -175,7 +175,7 @@ def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequen
     results = []
     for at, count in source.results:
         kind = source.pointers[at]
-        nbytes = int(eval(count, {}, names)) * POINTED[kind].itemsize
+        nbytes = int(eval(count, {}, names)) * pointed(kind).itemsize
         results.append((kind, target.memory(pointers[at], nbytes)))
     def run(launch: Launch) -> None:
         for _, memory in results:
@@ -216,7 +216,7 @@ def built(target: Timed, sources: Sequence[BlockSource]) -> list[Launch | None]:
 
 def floats(kind: str, memory: torch.Tensor) -> torch.Tensor:
     """Returns the memory behind a pointer as floats, if they are; their results may differ by rounding."""
-    dtype = POINTED[kind]
+    dtype = pointed(kind)
     return memory.view(dtype) if dtype in ROUNDING else memory
 
 

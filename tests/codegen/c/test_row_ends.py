@@ -28,7 +28,7 @@ def softmax(x: Tensor) -> Tensor:
 
 
 def compiled(fn: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> tuple[Tensor, str]:
-    """What it computes, and the text of its kernels."""
+    """Returns the results of a compiled function, and the text of its kernels."""
     torch.compiler.reset()
     with flambeau.debug.collect() as graphs:
         got = torch.compile(fn, backend="flambeau", **options)(x)
@@ -67,7 +67,7 @@ def test_an_end_of_unknown_length_goes_in_fewer_lanes() -> None:
 
 
 def test_choices_between_library_functions_have_no_branch() -> None:
-    """A compiler calls what is chosen in a branch one by one; our own functions of float32 it makes vectors of."""
+    """Compilers do not vectorize library calls in branches. Our own float32 functions are inlined, and may stay."""
     def either(x: Tensor) -> Tensor:
         return torch.where(x > 0, x.exp(), x.tanh())
 

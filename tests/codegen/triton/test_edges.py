@@ -131,7 +131,7 @@ def test_rows_that_are_read_across(length: int) -> None:
     ((70, 9, 6), (0, 1, 2), lambda x: x[..., :5].logcumsumexp(0)),
     ((70, 9, 6), (0, 1, 2), lambda x: x[..., :5].cummax(0).values),
     ((3, 37, 5, 4), (1, 0, 2, 3), lambda x: torch.cat((x, x.transpose(0, 1).contiguous().transpose(0, 1)), 1)),
-), ids=str)
+))
 def test_what_is_written_across_its_reads(shape: tuple[int, ...], order: tuple[int, ...], f: Callable[..., Any]
                                           ) -> None:
     x = torch.randn(shape).permute(order)
