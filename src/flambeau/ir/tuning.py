@@ -31,7 +31,7 @@ class Tuning:
     enough_points: int = number(32, "outer points", "with fewer, some threads would be idle unless they share a row")
     long_row: int = number(8192, "elements", "the shortest row that threads may share; it is then not in fast memory")
     vector_least: int = number(8, "elements", "the shortest variable that is worth vectorizing")
-    tile_least: int = number(8, "elements", "the fewest across its lines for which a tile pays")
+    tile_least: int = number(8, "elements", "the fewest that a tile reads across its lines")
     table_reads: int = number(64, "reads", "from so many per element on, a table stays in the caches")
     reads_again: bool = False  # each stage of a reduction reads its rows from memory
     flat_tiles: bool = False  # short lines are transposed, and walked as one
@@ -254,9 +254,9 @@ class BlockTuning(Tuning):
     neighbour_threads: int = number(64, "threads", "the same size if a point computes several windows")
     tile: int = number(1024, "elements", "the number for each program of a map: two accesses of 16 bytes per thread")
     transpose_side: int = number(64, "elements", "the side of a transposed tile")
-    layers: int = number(4, "tiles", "the most on top of one another that share what they load")
+    layers: int = number(4, "tiles", "transposed together if some of what they read is the same")
+    tile_least: int = number(4, "elements", "the fewest that a tile reads across its lines")
     transposed_bytes: int = number(192, "bytes", "of a transposed tile, the most that each thread reads at once")
-    tile_least: int = number(4, "elements", "the fewest across its lines for which a tile pays")
     transpose_few: int = number(32, "elements", "the same side if there are few tiles")
     enough_tiles: int = number(1024, "programs", "so many keep a GPU busy: eight of 128 threads on a processor")
     phases: int = number(16, "elements", "the most that one point computes together: they are in registers")
