@@ -171,15 +171,15 @@ class ContractBlocks(PieceTiles):
             return False
         if how == "shares" and not k.shares or how in ("pieces", "roles") and k.reductions:
             return False
-        if how == "roles":  # The compiler gives each half of 128 rows to a group of four warps.
-            widest = max((self.dtypes[name].itemsize for name, _ in k.stores), default=0)
-            stored = t.high * t.wide * (1 if widest == 2 else widest)  # 16 bits are stored in two turns
-            return not several and (t.high, t.warps) == (128, 4) and (
-                t.shared(self.kind.itemsize) + stored <= BLOCKS.shared_most - 1024)
         if how == "turns" and several and not self.rows_in_parts:
             return False  # sums that begin anew within one loop are summed one instruction after the other
+        widest = max((self.dtypes[name].itemsize for name, _ in k.stores), default=0)
+        stored = t.high * t.wide * (1 if widest == 2 else widest)  # by groups of warps: 16 bits are stored in two turns
         t = self.all_sums(t)
         factors, tile = t.shared(self.kind.itemsize), self.tail_bytes(t)
+        if how == "roles":  # The compiler gives each half of 128 rows to a group of four warps.
+            return (t.high, t.warps) == (128, 4) and t.high * t.wide // (2 * BLOCKS.warp * t.warps) <= REGISTERS and (
+                factors + stored <= BLOCKS.shared_most - 1024)
         registers = t.high * t.wide // (BLOCKS.warp * t.warps)
         # otherwise the factors are no longer needed by then
         beside = factors + tile if how == "turns" else max(factors, tile)
