@@ -368,7 +368,6 @@ class ProductTile:
     warps: int
     group: int = 8
     least_steps: int = 4  # the fewest steps of a program, if all steps are divided among as many programs as possible
-    ends: int = 1  # results are computed and stored in so many parts of the columns, which takes less shared memory
     tail: int = 0  # operations that follow each sum
     loose: bool = False  # factors are loaded element by element, through registers
 
@@ -403,7 +402,7 @@ class ProductTile:
                           BLOCKS.threads_most // (BLOCKS.warp * self.warps)))
 
 
-WAYS = ("once", "turns", "roles", "shares", "pieces")
+WAYS = ("once", "turns", "shares", "pieces")
 PIECES = range(2, 33)  # pieces of the depth: a second launch reads so many at once
 
 
@@ -437,7 +436,7 @@ class Way:
         each, after = -(-tiles // units), t.high * t.wide * t.tail / BLOCKS.operations
         if self.how == "once":
             return each * (steps * step + after) + -(-each // t.side_by_side(itemsize)) * once
-        if self.how in ("turns", "roles"):
+        if self.how == "turns":
             return each * (steps * step + after + once / 4) + once + BLOCKS.step_start
         if self.how == "pieces":
             programs, points = tiles * min(self.pieces, steps), rows * columns * batch
@@ -461,9 +460,9 @@ BLOCKS = BlockTuning()
 
 # Each was the fastest somewhere among 24 forms on an H200 (12 shapes, bfloat16); the first is as fast as cuBLAS from
 # 4096 rows, columns and depth on.
-TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 3, 8),
-         ProductTile(128, (256,), 128, 4, 8), ProductTile(128, (256,), 128, 4, 4),
-         ProductTile(128, (128,), 128, 4, 4), ProductTile(128, (128,), 128, 4, 8), ProductTile(256, (128,), 128, 3, 8),
+TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 4, 8),
+         ProductTile(128, (256,), 128, 3, 8), ProductTile(128, (128,), 128, 4, 4), ProductTile(128, (128,), 128, 4, 8),
+         ProductTile(256, (128,), 128, 3, 8),
          ProductTile(128, (128, 64), 128, 4, 8), ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4),
          ProductTile(64, (64,), 256, 3, 4), ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4),
          ProductTile(128, (64,), 128, 4, 4), ProductTile(128, (64,), 128, 6, 4), ProductTile(128, (32,), 256, 4, 4),

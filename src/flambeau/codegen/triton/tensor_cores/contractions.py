@@ -9,8 +9,6 @@ How the work is divided among programs (`Way.how`):
 once    one program for each tile
 turns   persistent programs that take tile after tile. The compiler merges this loop with the one over the depth
         (`flatten`), so that the next tile's first loads are in flight while results of the last are written
-roles   like turns, but one warp group of a program loads tiles, also the next one's, and the others sum them: the
-        compiler divides the loop's text among them (`warp_specialize`)
 shares  all steps of all tiles are divided equally. A program may begin within a tile's depth, and then leaves its sum
         to the program that began the tile, which adds it to its own: always in the same order (shares.py)
 pieces  the depth of each tile is cut into pieces, one program each. All of them leave their sums in memory, and a
@@ -122,13 +120,10 @@ class ContractBlocks(PieceTiles):
         cut = tiles if k.ragged is not None or k.promoted else [t.cut(depth, self.kind.itemsize) for t in tiles]
         # with a single step there is nothing to divide
         shared = [t for t in tiles if t.deep < depth * self.kind.itemsize]
-        roles = tiles if k.ragged is None and all(self.by_engine(e, always=True) for e in k.factors()) else []
-        # beside factors, results may fit in halves
-        turns = [t if self.fits(t, "turns") else replace(t, ends=2) for t in tiles]
-        return {"once": cut, "turns": turns, "roles": roles, "shares": shared, "pieces": shared}
+        return {"once": cut, "turns": tiles, "shares": shared, "pieces": shared}
 
-    def by_engine(self, factor: Expr, always: bool = False) -> bool:
-        """Whether the copy engine can load a factor, at sizes like those that were captured, or at any (`always`)."""
+    def by_engine(self, factor: Expr) -> bool:
+        """Whether the copy engine can load a factor, at sizes like those that were captured."""
         e, k = multiplied(factor)[0], self.k
         own = k.rows if set(k.rows) & e.symbols() else k.columns
         sides: list[Sym] = []
@@ -139,7 +134,7 @@ class ContractBlocks(PieceTiles):
         if read is None:
             return False
         found = matrix(read.attr[0], read.attr[1][0], (*k.batch, *self.of_part), sides, self.kind.itemsize)
-        return found is not None and all(not always and k.about(as_index(s), 1) % 16 == 0 for s in found.even)
+        return found is not None and all(k.about(as_index(s), 1) % 16 == 0 for s in found.even)
 
     def all_sums(self, t: ProductTile) -> ProductTile:
         """Returns the tile with the columns of all products side by side: this is what its memory and registers have to
@@ -163,20 +158,15 @@ class ContractBlocks(PieceTiles):
                          + rows * columns * sum(self.dtypes[name].itemsize for name, _ in self.k.stores))
         parts = k.ragged.part.size.const if (k := self.k).ragged is not None and self.rows_in_parts else 0
         return ranked(tuple(found), sizes, len(k.products), self.kind.itemsize, moved / BLOCKS.cycle_bytes, parts) or [
-            Way(smallest, "turns" if self.rows_in_parts else "once", turned=along == "columns")]
+            Way(smallest, turned=along == "columns")]
 
     def fits(self, t: ProductTile, how: str) -> bool:
         k, several = self.k, len(t.wides) * len(self.k.products) > 1
         if k.ragged is not None and how not in (("once", "turns") if self.rows_in_parts else ("once",)):
             return False
-        if how == "shares" and not k.shares or how in ("pieces", "roles") and k.reductions:
+        if how == "shares" and not k.shares or how == "pieces" and k.reductions:
             return False
-        if how == "roles":  # The compiler gives each half of 128 rows to a group of four warps.
-            widest = max((self.dtypes[name].itemsize for name, _ in k.stores), default=0)
-            stored = t.high * t.wide * (1 if widest == 2 else widest)  # 16 bits are stored in two turns
-            return not several and (t.high, t.warps) == (128, 4) and (
-                t.shared(self.kind.itemsize) + stored <= BLOCKS.shared_most - 1024)
-        if how == "turns" and several and not self.rows_in_parts:
+        if how == "turns" and several:
             return False  # sums that begin anew within one loop are summed one instruction after the other
         t = self.all_sums(t)
         factors, tile = t.shared(self.kind.itemsize), self.tail_bytes(t)
@@ -210,7 +200,7 @@ class ContractBlocks(PieceTiles):
         self.line(f"high, wide = {high}, {wide}")
         total = f"high * wide * {self.index(volume(k.batch))}"
         grid, workspace = " * ".join([many, *others, self.host(volume(k.batch))]), ""
-        most = f"{1 if self.how == 'roles' else self.all_sums(t).resident(self.kind.itemsize)} * units"
+        most = f"{self.all_sums(t).resident(self.kind.itemsize)} * units"
         if self.how == "once":
             self.line(f"tile = {self.program}")
             loop = f"if tile < {total}:" if self.rows_in_parts else "if True:"
@@ -220,9 +210,6 @@ class ContractBlocks(PieceTiles):
             grid = self.begin_piece(grid)
         elif self.how == "turns":
             loop = f"for tile in tl.range(tl.program_id(0), {total}, tl.num_programs(0), flatten=True):"
-            grid = f"min({grid}, {most})"
-        elif self.how == "roles":
-            loop = f"for tile in tl.range(tl.program_id(0), {total}, tl.num_programs(0), warp_specialize=True):"
             grid = f"min({grid}, {most})"
         else:
             loop = self.begin_share(total)
@@ -246,8 +233,7 @@ class ContractBlocks(PieceTiles):
                 self.sum_tile()
             if self.how == "shares":
                 self.line("at += last - first")
-        stages = t.stages if self.how == "roles" else None
-        return PartDraft(self, grid, t.warps, workspace, stages, tuple(self.maps.values()), waits=True,
+        return PartDraft(self, grid, t.warps, workspace, maps=tuple(self.maps.values()), waits=True,
                          signals=self.how == "shares", fills=self.how in ("shares", "pieces"))
 
     def sum_tile(self) -> None:
@@ -263,19 +249,7 @@ class ContractBlocks(PieceTiles):
         with self.scope("if first == 0:" if self.how == "shares" else "if True:", footer=""):
             for part, (at, size) in enumerate(self.column_parts()):
                 end = self.leave if self.how == "pieces" else self.finish
-                found = [names[part] for names in sums]
-                for names, start in self.halved(found, at, size) if t.ends == 2 else ((found, at),):
-                    end(names, start, size // t.ends)
-
-    def halved(self, sums: Sequence[str], at: str, wide: int) -> list[tuple[list[str], str]]:
-        """Writes the halves of sums' columns; returns their names and where they start."""
-        halves: tuple[list[str], list[str]] = [], []
-        for name in sums:
-            for half in halves:
-                half.append(self.fresh("half"))
-            self.line(f"{halves[0][-1]}, {halves[1][-1]} = tl.split(tl.permute(tl.reshape("
-                      f"{name}, [{self.t.high}, 2, {wide // 2}]), [0, 2, 1]))")
-        return [(halves[0], at), (halves[1], f"{at} + {wide // 2}")]
+                end([names[part] for names in sums], at, size)
 
     def column_parts(self) -> list[tuple[str, int]]:
         """Returns the start and the length of each part of a tile's columns."""
