@@ -48,7 +48,8 @@ def bench(what: str, more: str = "", name: str = "") -> Job:
 PHASES = (
     Phase(330, (*(Job(f"streams-{k}", f"tests/compile/stream_programs.py --device cuda --runs 1000 --recorded "
                                       f"--shard {k}/{SHARDS} --seconds {{limit}}") for k in range(SHARDS)),
-                Job("package-results", "-m flambeau bench package-results --target cuda --jobs 6"))),
+                Job("package-results", "-m flambeau bench package-results --target cuda --jobs 6"),
+                Job("results", "tests/gpu_results.py --cases 1000 --jobs 4 --seed {seed} --limit {limit}"))),
     Phase(280, (bench("overlap", "--beside {beside} --jobs 7"), bench("offload", "--beside {beside} --jobs 6"))),
     Phase(280, (bench("cliffs", "--cases 1000 --seed {seed}"),)),
     Phase(70, (bench("contractions", "--only products --backends eager,flambeau,own", "products"),)),

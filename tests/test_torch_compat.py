@@ -127,7 +127,7 @@ def test_nobody_else_names_or_changes_torchs_inside() -> None:
 
 
 def test_private_attributes_of_torchs_objects_are_listed() -> None:
-    """What an object is, a syntax tree does not say: private names that nobody here defines are other people's."""
+    """A syntax tree has no types, so private names that are not defined here count as torch's."""
     trees = {path: ast.parse(path.read_text()) for path in sources()}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
     defined = {getattr(n, "name", None) or getattr(n, "id", None) or getattr(n, "arg", None) for _, n in nodes
@@ -188,7 +188,7 @@ def given(patch: Patch) -> tuple[Any, ...]:
     routes = steps.Routes(lambda callback: None)
     some = torch.ops.aten.upsample_nearest2d.vec
     every: dict[str, tuple[Any, ...]] = {
-        "frames": (lambda convert: len,), "calls": (lambda callback: None,),
+        "frames": (lambda convert: len,), "calls": (lambda callback: None,), "disabled": (), "readings": (),
         "optimizers": (routes.routed, routes.remembering),
         "before_start": (len, len, len), "dlpack": (lambda own: len,), "sharing": (lambda own: len,),
         "wrappers": (len,), "cache": (len, len), "shared_inputs": (), "objects": (), "cut": ((some,), ()),

@@ -1,4 +1,4 @@
-"""A part of a bench, for test_parts.py: it does what it is told to."""
+"""A part of a bench for test_parts.py. It performs the actions that it is given."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_a_difference_is_counted_and_named() -> None:
 
 
 def test_other_operators_alone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared with is planted: eager's second call is off by a rounding, and one operator fails."""
+    """Finds planted faults: an operator whose second eager call differs by a rounding, and one that raises."""
     calls: list[int] = []
 
     def unsteady(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

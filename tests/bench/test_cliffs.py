@@ -22,7 +22,7 @@ def test_every_family_runs() -> None:
         assert str(case) == str(again)
         inputs = case.tensors("cpu")
         assert all(torch.equal(a, b) for a, b in zip(inputs, again.tensors("cpu")))
-        assert step(case, "eager")(*inputs)
+        assert step(case, "eager", [])(*inputs)
         seen.add(case.family)
     assert seen == set(FAMILIES)
 

@@ -65,7 +65,6 @@ def test_ours_is_measured_beside_eager(name: str) -> None:
     rows = list(floors.measure([named(name)], TINY, ["eager", "flambeau"], 1e10, limit=300.0))
     assert not rows[0].errors
     assert set(rows[0].seconds) == {"eager", "flambeau"}
-    assert rows[0].over_best_peer("flambeau") == rows[0].seconds["flambeau"] / rows[0].seconds["eager"]
 
 
 def test_half_precision_is_judged_by_its_own_tolerance() -> None:

@@ -1,4 +1,4 @@
-"""The networks are those that they are named after, and train in their dtypes."""
+"""Each network is the one that its name says, and trains in its dtype."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parts of a bench: what they tell stands whatever becomes of them, and they measure one at a time."""
+"""Parts of a bench: their results are kept if they fail later, and only one part measures at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_parts_measure_one_after_the_other() -> None:
 
 
 def test_the_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that goes on is stopped, and one that never began says so."""
+    """A part that takes too long is stopped, and a part that could not start is reported."""
     monkeypatch.setattr(parts, "GRACE", 0.0)
     start = time.time()
     found = told({"on": ["turn", "sleep"], "first": ["sleep"], "never": ["noise"]}, jobs=1, limit=12, prepare=10)

@@ -70,7 +70,7 @@ def test_scalars_on_the_cpu_meet_everything() -> None:
 
 
 def test_a_scalar_is_brought_once() -> None:
-    """As a number of the run: nothing is launched for it."""
+    """A scalar on the CPU is passed as a run-time number, without a copy or a launch."""
     _, p, package = check(lambda x, s: [x * s, (x + s).sum(0)], [torch.randn(4, 5), torch.tensor(2.0)], {0})
     assert [h.text for _, h in p.numbers] == ["word(in1.item())"] and not package.constants.keys() & {"f0"}
     assert all(isinstance(s, Launch) for s in p.steps)

@@ -159,7 +159,7 @@ def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("asked")
 def test_strides_where_torchs_metadata_says_others() -> None:
-    """Also for what is computed from such a result, and with gradients."""
+    """They have eager's strides where torch's metadata is wrong; so have values computed from them, and gradients."""
     channels = LAYOUTS["channels last"]
     same(lambda x: (x.roll(1, 1), x.roll((1, 2), (1, 3)) * 2), channels)
     same(lambda x: x.roll(1, 1) * 2, lambda: channels().requires_grad_())
@@ -177,7 +177,7 @@ def test_strides_where_torchs_metadata_says_others() -> None:
 
 @pytest.mark.usefixtures("asked")
 def test_strides_of_dimensions_of_one_element() -> None:
-    """With sizes of the run, with gradients beside views of results, and of what is empty."""
+    """With run-time sizes, with gradients beside views of results, and for empty tensors."""
 
     def fn(x: Tensor) -> list[Any]:
         y = x.transpose(0, 1)[:, :1]
@@ -193,7 +193,7 @@ def test_strides_of_dimensions_of_one_element() -> None:
 
 
 def test_strides_that_eagers_kernels_have() -> None:
-    """For which there is no rule: indices, reductions of what is empty."""
+    """Cases without a rule for strides: indexing, and reductions of empty tensors."""
     index = lambda: torch.tensor([0])  # noqa: E731
     same(lambda x, i: [x.as_strided((3, 1, 1), (1, 4, 4))[..., i], x[:0].view(1, 0, 1, 1)[:, :, i]],
          lambda: torch.arange(9.0), index)
@@ -256,7 +256,7 @@ def test_copies_of_one_element_keep_its_stride() -> None:
 
 
 def test_scatters_copy_the_storage() -> None:
-    """With where it begins, its end and what elements share; but not what is expanded."""
+    """The copy keeps the offset, elements beyond the view, and shared elements, but not expanded dimensions."""
     base = torch.arange(8.0)
     same(lambda x: x.slice_scatter(x[2:], 0, 2).select_scatter(x[0], 0, 1).unsqueeze_(0),
          lambda: base[2:].clone().narrow(0, 3, 3))

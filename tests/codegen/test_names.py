@@ -1,4 +1,4 @@
-"""Kernels are called by what they compute, in every language."""
+"""Kernels are named after their operators, in every language."""
 
 from __future__ import annotations
 

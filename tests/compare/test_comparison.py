@@ -1,4 +1,4 @@
-"""`flambeau.debug.compare`: three runs of one call that leave no trace, and what is said about them."""
+"""`flambeau.debug.compare`: three runs of one call without side effects, and the report on them."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_behind_a_slow_link_it_is_computed_again(monkeypatch: pytest.MonkeyPatch
 
 
 def test_with_eager_numerics_halves_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast numerics rounds less inside of kernels, so that what is computed again is not quite what was stored."""
+    """With fast numerics, recomputed values would differ from stored ones, because kernels round less in between."""
     link(monkeypatch, 1e-6)
     inputs = [t.bfloat16() for t in matrices()]
     _, plain = run(layers, inputs, numerics="eager")

@@ -305,7 +305,7 @@ def test_strided_arguments() -> None:
 
 
 def test_offsets_in_the_storage_of_an_argument() -> None:
-    """They count from its start, wherever the argument begins in it; that is no part of what Dynamo guards."""
+    """Offsets count from the start of the storage. Dynamo does not guard where in it an argument begins."""
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         return (torch.as_strided(x, (3,), (2,), 7) * 2, torch.as_strided(x[2:], (3,), (2,), 9) + 1,
                 torch.as_strided(x * 2, (3,), (2,), 4), torch.as_strided(x, (3,), (2,)) - 1,

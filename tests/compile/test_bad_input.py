@@ -353,7 +353,7 @@ def test_processes_that_compile_the_same_model_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_compile_killed_half_way(tmp_path: Path) -> None:
-    """What it leaves behind must not be taken for a kernel."""
+    """Its incomplete files must not be used as kernels."""
     env = {**os.environ, "FLAMBEAU_CACHE_DIR": str(tmp_path)}
     first = subprocess.Popen([sys.executable, "-c", MODEL], env=env, start_new_session=True,
                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -188,6 +188,18 @@ def test_sizes_that_an_entry_was_not_compiled_for() -> None:
     assert counted(lambda: (run(11), run(12))) == {"hit": 2}
 
 
+def test_graphs_that_are_not_from_dynamo() -> None:
+    """A graph that somebody hands to the backend says nothing of its inputs, so it is not kept."""
+    graph = torch.fx.Graph()
+    given = graph.placeholder("x")
+    graph.output(tuple(graph.call_function(f, (given,)) for f in (torch.sin, torch.cos)))
+    backend = torch._dynamo.lookup_backend("flambeau")
+    for x in (torch.ones(3), torch.ones(2, 5)):
+        made = backend(torch.fx.GraphModule(torch.nn.Module(), graph), [x])
+        torch.testing.assert_close(tuple(made(x)), (x.sin(), x.cos()))
+    assert not entries()
+
+
 def test_a_float_that_an_operator_fixes() -> None:
     """Where torch has no tensor for a float it is a constant, with a guard that an entry does not have."""
     x = torch.linspace(-4, 4, 12)
@@ -237,7 +249,7 @@ def test_an_entry_that_does_not_load(caplog: pytest.LogCaptureFixture, monkeypat
 
 
 def test_a_kernel_that_does_not_build_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the backward alone, too, which nobody may have called: a later process could not load the entry."""
+    """Not even if only the backward is affected, and was not called: a later process could not load the entry."""
     real = CpuTarget.render
 
     def broken(target: CpuTarget, kernel: Any, name: str) -> KernelSource:

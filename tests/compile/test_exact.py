@@ -59,7 +59,7 @@ def test_many_chains_have_the_bits_of_eager(dtype: torch.dtype, first: int) -> N
 
 
 def test_a_chain_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared with is not what was compiled: one operator's formula is planted."""
+    """Finds a planted fault: the reference uses another formula for one operator."""
     name, run = chains.chain(3)
     inputs = chains.inputs_of(3, torch.float32, "cpu", 256)
     right = run(*inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from compile.beside_eager import compiled, same
 from flambeau.compile import fast_call as lean
+from flambeau.config import config
 from flambeau.torch_compat.autograd import current_transform
 from flambeau.torch_compat.dynamo import config as dynamo_config
 from flambeau.torch_compat.dynamo import get_eval_frame_callback
@@ -225,7 +227,7 @@ def test_graphs_of_any_size_take_it_too(general: list[str]) -> None:
     assert general == ["backward"]
 
 
-# ---- what torch.compile puts around a function -------------------------------------------------------------
+# ---- what torch.compile puts around a function and a graph -------------------------------------------------
 
 
 def test_usual_calls_do_not_pass_torchs_own_function() -> None:
@@ -254,3 +256,72 @@ def test_after_an_error_nothing_is_left_behind() -> None:
             run(torch.randn(4, 4))
         assert get_eval_frame_callback() is None and current_transform() is None
     assert run(torch.ones(3, 2)).item() == 6
+
+
+def files_called(run: Callable[[], Any]) -> set[str]:
+    """The files of the Python functions that a call enters."""
+    files: set[str] = set()
+    sys.setprofile(lambda frame, event, arg: files.add(frame.f_code.co_filename))
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return {name.partition("site-packages/")[2] for name in files}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_between_dynamos_code_and_our_wrapper_is_nothing_of_torchs(dynamic: bool, cached: bool) -> None:
+    x, grad = leaf(6, 8), torch.randn(6, 8)
+    with config.override(graph_cache=cached, verify=False):
+        for _ in range(1 + cached):  # the second comes from the disk, if the first has been stored by then
+            torch.compiler.reset()
+            run = torch.compile(lambda x: x.sin() * 2, backend="flambeau", dynamic=dynamic)
+            for _ in range(2):  # the first may compile the backward
+                torch.autograd.grad(run(x), x, grad)
+            run(x.detach())
+    seen = files_called(lambda: torch.autograd.grad(run(x), x, grad)) | files_called(lambda: run(x.detach()))
+    assert not seen & {f"torch/{name}.py" for name in (
+        "_dynamo/eval_frame", "_compile", "_functorch/aot_autograd", "_functorch/_aot_autograd/aot_autograd_result",
+        "_functorch/utils")}
+
+
+def test_dynamo_is_off_in_a_graph_and_on_again_after_it() -> None:
+    inner, x, grad = compiled(lambda x: x.sin() * 2), leaf(6, 8), torch.randn(6, 8)
+    after, inside = [], []
+
+    def step(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        (out,) = torch.autograd.grad(inner(x), x, grad)
+        after.append(get_eval_frame_callback())
+        return out * 3
+
+    run = torch.compile(step, backend="flambeau")
+    for _ in range(3):
+        torch.testing.assert_close(run(x), x.detach().cos() * 6 * grad)
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == "<flambeau program>":
+            inside.append(get_eval_frame_callback())
+
+    sys.setprofile(look)
+    try:
+        run(x)
+    finally:
+        sys.setprofile(None)
+    assert inside and not any(inside) and all(after)
+
+
+def test_sizes_of_subclasses_are_read_by_torchs_own_function() -> None:
+    from torch._dynamo import utils
+
+    class Sized(Tensor):
+        @classmethod
+        def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert get_eval_frame_callback() is None
+            return 5 if f is Tensor.size else super().__torch_function__(f, types, args, kwargs or {})
+
+    compiled(F.relu)
+    x = torch.zeros(2, 3, 4)[:, 1:]
+    assert (utils.call_size(x, 1), utils.call_stride(x, 0), utils.call_storage_offset(x)) == (2, 12, 4)
+    assert utils.call_size(x.as_subclass(Sized), 1) == 5

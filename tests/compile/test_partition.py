@@ -113,7 +113,7 @@ def test_arguments_in_another_order_are_not_kept_twice(saved: list[Any]) -> None
 
 @pytest.mark.parametrize("f", [lambda x, y: torch.tanh(x) * y, lambda x, y: y * F.softplus(x) * torch.sigmoid(x)])
 def test_gates_are_computed_again(f: Callable[..., Any], saved: list[Any]) -> None:
-    """Autograd detaches what it keeps of a gate."""
+    """Nothing is saved for gates, although autograd detaches the values that it would save."""
     leaves = [torch.linspace(-2, 2, 6).requires_grad_(), torch.linspace(1, 3, 6).requires_grad_()]
     torch._dynamo.reset()
     with config.override(graph_cache=False):

@@ -136,7 +136,7 @@ class Marked(Block):
 
 @pytest.mark.parametrize(("depth", "regions"), [(2, True), (2, False), (6, True)])
 def test_marked_layers(depth: int, regions: bool) -> None:
-    """Marks of the user: subgraphs become what they hold, where they are few and where regions are off as well."""
+    """Subgraphs that the user marked are inlined if they are few, and also if regions are off."""
     assert equal(step(deep(depth, kind=Marked), tokens(), regions), step(deep(depth), tokens(), regions))
 
 

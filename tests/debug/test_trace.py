@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_script_without_steps_that_are_alike(tmp_path: Path) -> None:
-    """It has no trace, also none of an earlier run, and the page shows the clocks of the whole run."""
+    """No trace is written, that of an earlier run is not used, and the page shows the times of the whole run."""
     (tmp_path / "script.py").write_text("import torch\nf = torch.compile(torch.sin, backend='flambeau')\n"
                                         "for _ in range(2): f(torch.ones(9))\n")
     (tmp_path / "trace.json.gz").write_text("old")

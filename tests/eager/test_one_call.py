@@ -1,4 +1,4 @@
-"""One call as a program: what of it is in the graph, what follows at the run, and what it must not be asked."""
+"""One call as a program: what is fixed in its graph, what is known only at run time, and which calls are refused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_is_written_to_holds_the_results() -> None:
 
 
 def test_one_tensor_is_one_argument() -> None:
-    """Where the gate says that two are one, the program is told so: what it writes, it has read before."""
+    """Two arguments that are the same tensor become one input, so that it is read before it is written."""
     x = torch.randn(6)
     graph = graph_of(form(aten.add_.Tensor), described((x, x, 1), same=(0, 0)))
     assert sum(bool(n.users) for n in graph.graph.nodes if n.op == "placeholder") == 1
@@ -115,7 +115,7 @@ def test_what_cannot_take_the_results(out: Tensor, words: str) -> None:
 
 
 def test_the_device_takes_more() -> None:
-    """Other dtypes and gaps are written to; what has another shape is to be resized first."""
+    """`out` may have another dtype, and gaps; if its shape differs, it has to be resized first."""
     x, wide, gaps = torch.randn(3, 4), torch.empty(3, 4, dtype=torch.float64), torch.zeros(3, 8)
     call(aten.relu.out, x, wide, into_any=True)
     call(aten.relu.out, x, gaps[:, ::2], into_any=True)

@@ -312,7 +312,7 @@ def gathers(d: Draw, x: str, t: Tensor) -> str | None:
 
 
 def _spot(d: Draw, x: str, t: Tensor) -> tuple[int, str, str, str] | None:
-    """A dimension, distinct indices into it, their number, and the part of x that they select."""
+    """Draws a dimension and distinct indices into it. Returns also their number and the part of x they select."""
     if not t.dim() or any(tr.env[x].dim() != t.dim() for tr in d.trackers):
         return None
     a = d.r.randrange(t.dim())

@@ -1,4 +1,4 @@
-"""Every number by which loops are shaped says what it counts and why it is what it is."""
+"""Every number in the tuning tables has a unit and a reason."""
 
 from __future__ import annotations
 

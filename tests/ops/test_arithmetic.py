@@ -105,6 +105,24 @@ def test_powers() -> None:
     agree(fn, x, n)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_roots_and_powers_of_one_half(dtype: torch.dtype) -> None:
+    """Eager takes roots where a number is the exponent (not of float16), and powers where a tensor is. They differ for
+    minus infinity and minus zero."""
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        out = [y for e in (0.5, -0.5) for y in (x**e, x**torch.full_like(x, e), *torch._foreach_pow([x], e))]
+        return [*out, *(y.nan_to_num(1.0).signbit() for y in out)]
+
+    agree(fn, torch.tensor([-math.inf, math.inf, -0.0, 0.0, -1.0, 4.0, math.nan] * 5, dtype=dtype))
+
+
+def test_roots_as_powers_of_run_time_numbers() -> None:
+    x = torch.tensor([-math.inf, math.inf, -0.0, 0.0, -1.0, 4.0, math.nan] * 5)
+    compiled = torch.compile(lambda x, e: x**e * 1, backend="flambeau", dynamic=True)
+    for e in (0.3, 0.5, 0.7, -0.5, -1.5):
+        torch.testing.assert_close(1 / compiled(x, e), 1 / x**e, equal_nan=True)
+
+
 def test_a_scalar_is_rounded_to_what_it_is_compared_with() -> None:
     x = torch.tensor([0.1, 0.2, 0.3], dtype=torch.bfloat16)
     agree(lambda x: [x == 0.1, x <= 0.2, x > 0.3, torch.where(x == 0.1, 1.0, x)], x)

@@ -1,4 +1,4 @@
-"""Tensors out of nothing against eager: dtypes, ends, empty ranges, triangles, windows, run-time sizes."""
+"""Functions that create tensors, against eager: dtypes, ends, empty ranges, triangles, windows, run-time sizes."""
 
 from __future__ import annotations
 

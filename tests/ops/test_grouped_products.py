@@ -21,10 +21,14 @@ ENDS = {"uneven": [30, 30, 95, 200, 208], "all in one": [0, 0, 208, 208, 208],
         "the last rows are nobody's": [3, 70, 70, 150, 190], "nothing": [0, 0, 0, 0, 0]}
 
 
-@pytest.fixture(autouse=True)
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    tiles = ProductTile(64, (32, 16), 128, 2, 4), ProductTile(64, (16,), 128, 2, 4)
-    monkeypatch.setattr(contractions, "TILES", tiles)
+# A tile of 128 rows is halved where a part ends.
+TILES = {"once": ProductTile(128, (32, 16), 128, 2, 4), "turns": ProductTile(64, (16,), 128, 2, 4)}
+
+
+@pytest.fixture(params=[*TILES], autouse=True)
+def own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(contractions, "TILES", (TILES[request.param],))
+    monkeypatch.setattr(contractions, "WAYS", (request.param,))
     with config.override(target="interpreter", contractions="own", verify="passes"):
         yield
 

@@ -8,5 +8,5 @@ from apart import run_apart
 
 
 def test_one_function_is_all() -> None:
-    """In a process of its own: what is registered stays."""
+    """Runs in a separate process, because operators cannot be unregistered."""
     run_apart(Path(__file__).with_name("one_function.py"))

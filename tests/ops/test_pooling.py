@@ -107,7 +107,7 @@ def test_sizes_known_only_at_the_call() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_places_of_maxima_that_are_the_least_value(dynamic: bool) -> None:
-    """A window of nothing but -inf has its first element's place, as in eager."""
+    """For a window with only -inf, the index is that of its first element, as in eager."""
     x = torch.randn(2, 3, 9, 11)
     x[torch.rand(x.shape) < 0.7] = -math.inf
     x[0] = -math.inf

@@ -1,4 +1,4 @@
-"""Packages give the compiler's bits at any sizes, and contain what they were asked to."""
+"""Packages compute the same bits as compiled functions at any size, and contain what was requested."""
 
 from __future__ import annotations
 

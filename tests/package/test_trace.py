@@ -15,7 +15,10 @@ from torch.export import Dim
 
 import flambeau
 from flambeau.errors import UnsupportedError
+from flambeau.package import container
 from flambeau.package.client import PackageError
+from flambeau.package.plan import direct_outputs
+from flambeau.runtime.plain_program import from_plain
 
 F = nn.functional
 B = Dim("B", max=16)
@@ -60,6 +63,27 @@ def test_results_lie_as_in_eager_at_any_size(tmp_path: Path) -> None:
             for a, b in zip(module(x), turned(x), strict=True):
                 torch.testing.assert_close(a, b)
                 assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda:sm_90"])
+def test_views_of_whole_results_are_not_copied(target: str, tmp_path: Path) -> None:
+    """A view with all elements of a kernel's result, such as that of a linear layer for three dimensions."""
+    def views(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = (x.flatten(0, 1) @ w).relu()
+        return y.view(*x.shape[:2], -1), (x + 1).flatten(1).t(), (x * 2).flatten(1)[:, 1:]
+
+    path = tmp_path / "views.flam"
+    x, w = torch.randn(3, 4, 5), torch.randn(5, 6)
+    shapes = ({0: B, 1: Dim("M", min=2, max=9)}, None)
+    flambeau.export(views, (x, w), path, dynamic_shapes=shapes, targets=[target])
+    program = from_plain(next(bytes(s.data) for s in container.read(path) if s.kind == container.PROGRAM))
+    assert {0, 1} <= direct_outputs(program).keys()
+    if target == "cpu":
+        with flambeau.load(path) as module:
+            for y in (x, torch.randn(2, 7, 5)):
+                results, expected = module(y, w), views(y, w)
+                torch.testing.assert_close(results, expected)
+                assert [z.stride() for z in results[:2]] == [z.stride() for z in expected[:2]]
 
 
 def test_inputs_that_are_written_to_are_refused_by_name(tmp_path: Path) -> None:
@@ -110,7 +134,7 @@ def test_grouped_heads_and_masks(tmp_path: Path) -> None:
 
 
 def test_an_exported_program_is_a_model(tmp_path: Path) -> None:
-    """Such as a strict export, where the other way of torch.export fails: caches that are no module's own."""
+    """torch.export fails for this module without strict=True, because a list holds its cache."""
     class Step(nn.Module):
         def __init__(self) -> None:
             super().__init__()

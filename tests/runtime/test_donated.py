@@ -1,4 +1,4 @@
-"""Large results are written over what nobody reads any more, and over nothing else."""
+"""Large results are written over inputs that are no longer read, and over no other memory."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Blocks]:
 
 
 def test_nothing_else_launches_kernels() -> None:
-    """All rooms but targets, which know how, and the bench that measures them leave it to the executor: one place joins
-    launches to plans, and what is built is called by plans alone."""
+    """Outside of `targets`, and the bench that measures them, only the executor launches kernels: one place joins
+    launches to plans, and only plans call built kernels."""
     source = Path(flambeau.__file__).parent
     rooms = [p for p in source.rglob("*.py") if p.relative_to(source).parts[0] not in ("targets", "bench")]
     assert [p.name for p in rooms if re.search(r"target\.plan\(", p.read_text())] == ["launch_plan.py"]

@@ -234,7 +234,7 @@ def entries() -> dict[str, tuple[Any, bytes]]:
 
 
 def assert_same(a: Any, b: Any, way: str = "entry") -> None:
-    """All of it, attributes that are derived included, but for what is left out."""
+    """Compares all attributes, derived ones included, except those that are left out."""
     left_out = {name for _, _, instead, _ in graph_entry.TORCHS for name in instead}
     if hasattr(a, "as_tuple"):  # a step of a view
         a, b = (tuple(int(y) if "Mode" in type(y).__name__ else y for y in x.as_tuple()) for x in (a, b))
@@ -273,7 +273,7 @@ def test_entries_come_back(entries: dict[str, tuple[Any, bytes]]) -> None:
 
 
 def mutations(data: bytes, count: int) -> Iterator[bytes]:
-    """Bits, bytes and ranges changed at random; types confused in what is well formed."""
+    """Changes random bits, bytes and ranges, and swaps types in well-formed data."""
     draw = random.Random(0)
     line, _, blobs = data.partition(b"\n")
     for k in range(count):
@@ -326,7 +326,7 @@ def test_mutated_entries(entries: dict[str, tuple[Any, bytes]], monkeypatch: pyt
 
 
 def test_mutated_files(entries: dict[str, tuple[Any, bytes]], tmp_path: Any) -> None:
-    """On disk none of them is even looked at."""
+    """Mutated files in the cache are rejected before they are decoded."""
     disk = DiskCache(tmp_path / "cache")
     data = entries["a softmax True"][1]
     path = disk.put("0" * 64, data, graph_cache.SUFFIX)

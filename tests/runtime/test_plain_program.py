@@ -1,4 +1,4 @@
-"""A Program is a value: hashable, printable, and the same after it was written and read, in what it computes too."""
+"""A Program is a value: hashable, printable, and equal after writing and reading it, with the same results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from drawn import first_seed
 from flambeau.bench.models import SUITE
 from flambeau.codegen.source import called
 from flambeau.config import config
+from flambeau.ir import attention, program
 from flambeau.ir.lines import reach
 from flambeau.ir.program import Program
 from flambeau.pipeline import Compiled
 from flambeau.runtime.executor import write
 from flambeau.runtime.launch_plan import Held, LaunchPlan
 from flambeau.runtime.plain_data import Malformed
-from flambeau.runtime.plain_program import from_plain, to_plain
+from flambeau.runtime.plain_program import codec, from_plain, to_plain
 from flambeau.targets.base import get_target
 from fuzz import kinds  # noqa: F401 - what is drawn
 from fuzz.draw import draw
@@ -55,7 +56,7 @@ def planned(p: Program) -> LaunchPlan:
 
 
 def checked(compiled: Callable[..., Any], *args: Any) -> list[Compiled]:
-    """All graphs of a compiled function, each run from its program after the round trip, bit for bit what it was."""
+    """Runs all graphs of a compiled function from programs that were written and read, and compares the bits."""
     with flambeau.debug.collect() as graphs:
         results = compiled(*args)
         some = [r for r in ([results] if isinstance(results, Tensor) else results)
@@ -125,7 +126,7 @@ def test_drawn_programs(seed: int) -> None:
 
 
 def test_each_kind_of_step_and_number() -> None:
-    """Sizes of the run, calls of libraries, held tensors, random numbers, updates, results that are one object."""
+    """Run-time sizes, library calls, held tensors, random numbers, updates, results that are the same object."""
     held = torch.tensor([1.0, -0.0, 3.0])
 
     def f(x: Tensor, w: Tensor, scale: float) -> Any:
@@ -146,6 +147,14 @@ def frozen_all_through(x: Any) -> bool:
         return all(frozen_all_through(getattr(x, f.name)) for f in fields(x))
     assert not isinstance(x, (list, dict, set)), type(x)
     return all(map(frozen_all_through, x)) if isinstance(x, tuple) else True
+
+
+def test_every_class_of_programs_is_in_the_table() -> None:
+    for module in (attention, program):
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == module.__name__ and (
+                    is_dataclass(kind) or hasattr(kind, "_fields")):
+                assert kind in codec().records, kind
 
 
 def test_it_does_not_change() -> None:

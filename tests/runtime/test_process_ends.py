@@ -25,7 +25,7 @@ MORE = [("compile", "exception", 1.5), ("compile", "SIGTERM", 1.2), ("compile", 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with what was compiled already, and nobody else at work in it."""
+    """A cache that no other process uses, with the kernels that were already compiled."""
     folder = tmp_path_factory.mktemp("ends") / "cache"
     folder.mkdir(mode=0o700)
     if config.cache_dir.exists():
@@ -46,7 +46,7 @@ def test_a_hundred_starts_and_ends(cache: Path) -> None:
 
 
 def test_a_killed_process_leaves_nothing_to_the_next(cache: Path) -> None:
-    """Its compilers end with it, its folder goes with the next start."""
+    """Its compilers end with it, and the next start deletes its folder."""
     process, mark = start("compile", "return", 60, cache)
     until = time.monotonic() + 60
     while not list(cache.glob("tmp/*/*/*.cpp")):

@@ -1,4 +1,4 @@
-"""options={"graphs": True}: what is replayed is never stale, whichever argument moves between two calls."""
+"""options={"graphs": True}: replays use current data, whichever argument moves between two calls."""
 
 from __future__ import annotations
 

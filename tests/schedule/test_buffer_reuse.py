@@ -49,7 +49,7 @@ def test_what_is_written_was_read_before(f: Callable[..., None], target: str) ->
 
 
 def test_no_memory_is_its_own_predecessor() -> None:
-    """A row that is too long to be kept is stored and read again by one kernel, and by nobody else."""
+    """A row that is too long for fast memory is stored and read again only by the kernel that computes it."""
     caps = replace(CAPABILITIES, arena_most=1 << 20)
     x, y = (torch.randn(215, 7320, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     made = programs(lambda a, b: F.kl_div(a.log_softmax(1), b.softmax(1), reduction="batchmean"), x, y, caps=caps)

@@ -1,4 +1,4 @@
-"""Vertical fusion: what is computed in place, what is kept as memory, and the note that says why."""
+"""Vertical fusion: which values are inlined, which are stored, and the note with the reason."""
 
 from __future__ import annotations
 

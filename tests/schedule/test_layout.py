@@ -1,4 +1,4 @@
-"""Values that a lowering makes on its way lie in memory as what they are computed from."""
+"""Intermediate values of a lowering have the memory order of the values that they are computed from."""
 
 from __future__ import annotations
 

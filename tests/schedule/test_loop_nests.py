@@ -1,4 +1,4 @@
-"""The shape of loops: which variable vectorises, what is split, merged, ordered and tiled."""
+"""The shape of loops: the vector variable, and which variables are split, merged, ordered and tiled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_broadcast_keeps_the_loops_apart_that_it_must() -> None:
 
 
 def test_layouts_that_agree_are_walked_in_memory_order() -> None:
-    """All channels-last: the walk is contiguous although no dimension order says so."""
+    """If all tensors are channels-last, loops follow that order, not the order of dimensions."""
     x, y = (torch.randn(4, 5, 6, 7).contiguous(memory_format=torch.channels_last) for _ in range(2))
     k = only(lambda x, y: x * y, x, y)
     assert extents(k.outer) == [840]
@@ -100,7 +100,7 @@ def test_a_transposition_is_tiled() -> None:
 @pytest.mark.parametrize("beside", [1, 13])
 def test_lines_shorter_than_a_vector_are_tiled_where_tiles_are_walked_as_one(shape: tuple[int, ...], beside: int
                                                                               ) -> None:
-    """What is the same for all rows is brought into the order of the rows, as what is transposed is."""
+    """Values that all rows share are copied into the order of the rows, like transposed ones."""
     y = torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
     k = only(lambda x, y, z: (x + z) * y.exp(), torch.randn(shape), y, torch.randn(beside))
     assert k.tile is not None and k.vector is not None and k.vector.size.const == 13 and k.form.name == "flat tiles"

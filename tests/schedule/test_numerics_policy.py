@@ -53,7 +53,7 @@ def test_whole_numbers_are_those_of_what_eager_rounds(whole: Callable[[torch.Ten
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_maximum_of_a_rough_function_has_a_gradient(dtype: torch.dtype) -> None:
-    """Lanes of a vector and what is left over may come from different code: what is compared is computed once."""
+    """The compared value is computed once: vector code and the code for the rest of a line may round differently."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x.amax((1, 2)).sin()

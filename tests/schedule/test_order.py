@@ -1,4 +1,4 @@
-"""The checker of streams: what it accepts is ordered, and nothing that lacks a wait passes."""
+"""The checker of streams accepts ordered programs, and rejects those that lack a wait."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_the_arena_is_the_callers_before_and_after(steps: tuple[Step, ...]) -> N
 
 
 def test_a_step_that_writes_where_it_reads() -> None:
-    """Loops that read elsewhere than they write would read what they wrote."""
+    """A loop that writes other elements than it reads could read its own results."""
     places = {"a": buffer("a", "arena"), "b": buffer("b", "arena")}
     steps = launch(0, (), ("a",)), launch(0, ("a",), ("b",)), Record(0, 0)
     with pytest.raises(OrderError, match="the same memory"):

@@ -64,7 +64,7 @@ def test_operators_on_lists_are_one_launch(target: str, graphs: list[Compiled]) 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_reductions_of_lists_are_three_launches(target: str, graphs: list[Compiled]) -> None:
-    """Of what is small, of the blocks of what is large, and of what those come to."""
+    """One launch for small tensors, one for the blocks of large ones, and one for the results of those blocks."""
     shapes = [*SHAPES, (3, 4097), (2, 3, 2731), (70, 70), (6,)]
     agree(lambda xs: torch._foreach_norm(xs), [random(shapes)], target)
     joined = sorted(len(s.lengths) for s in launches(graphs[0]) if s.lengths)
@@ -87,7 +87,7 @@ def test_maps_and_reductions_of_lists_are_one_launch(target: str, graphs: list[C
 
 
 def test_rows_of_a_block_each(graphs: list[Compiled]) -> None:
-    """Rows as long as a block are blocks; what is read once for each row is not there in a table."""
+    """Rows as long as a block can be in a table, but not with values that are read once for each row."""
     xs = random([(k + 2, CHUNK) for k in range(5)])
     agree(lambda xs, ys: [(x.sum(1), (x * y[:, None]).sum(1)) for x, y in zip(xs, ys, strict=True)],
           [xs, [x[:, 0].clone() for x in xs]])

@@ -202,7 +202,7 @@ def test_headers_flags_and_processor_are_part_of_a_kernel(
     ("processor : 0\nisa : rv64gcv\n", None)])
 def test_machines_with_other_instructions_have_other_kernels(told: str, wanted: str | None,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cores may differ; what nobody knows to read is this machine alone."""
+    """Cores of a machine may differ. If their features cannot be read, kernels are for this machine only."""
     monkeypatch.setattr(Path, "read_text", lambda self: told)
     assert toolchain.cpu_identity.__wrapped__() == (wanted or f"{os.uname().machine} {os.uname().nodename}")
 

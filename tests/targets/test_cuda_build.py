@@ -152,6 +152,45 @@ def test_workers_start_in_advance(fresh: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(started) == 3
 
 
+SHARES = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def shares(p0, n0, bad):
+    i = tl.program_id(0) % 19 * 2 + tl.arange(0, 2)[:, None]
+    at = tl.arange(0, 64)[None, :]
+    tl.store(p0 + 64 * i + at, at + (167 * i + 7) // 38 - (167 * i + 3) // 38)
+"""
+
+
+def test_machine_code_has_no_packed_sums(compiler: TritonCompiler, tmp_path: Path) -> None:
+    """LLVM adds 3 and 7 to an index below 2^16 in one instruction. ptxas makes additions of 0 of it."""
+    s = BlockSource("shares", SHARES, ("*i32",), ("i64",), (Part("shares", "19"),))
+    code = built(compiler, s)
+    assert isinstance(code, Code), str(code)
+    assert "IMAD" in machine_text(code, tmp_path) and "VIADD.16x2" not in machine_text(code, tmp_path)
+
+
+def machine_text(code: Code, folder: Path) -> str:
+    """Disassembles machine code, with the tool that comes with Triton."""
+    spec = find_spec("triton")
+    assert spec is not None and spec.origin is not None
+    (path := folder / "code").write_bytes(code.code)
+    tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    return subprocess.run([tool, path], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_code_made_otherwise_is_not_found_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A repair of the compiler also reaches kernels that are in a cache already."""
+    before = triton_compile.identity()
+    (changed := tmp_path / "worker.py").write_text(triton_compile.WORKER.read_text() + "# otherwise")
+    monkeypatch.setattr(triton_compile, "WORKER", changed)
+    repaired = triton_compile.identity.__wrapped__()
+    monkeypatch.setenv("DISABLE_PTXAS_OPT", "1")
+    assert len({before, repaired, triton_compile.identity.__wrapped__()}) == 3
+
+
 # ---- from graphs of tensors that are not there -----------------------------------------------------------
 
 

@@ -180,7 +180,7 @@ def test_inputs_are_updated_in_place() -> None:
 
 
 def test_scans_of_varying_length_that_look_back() -> None:
-    """The workspace of a single long row is an expression over the sizes of the run."""
+    """The workspace of a single long row depends on run-time sizes."""
     fn = compiled(lambda x: x.cumsum(0), dynamic=True)
     for n in (20_000, 9_000):
         x = torch.randint(-9, 9, (n,)).float()  # whole numbers: the order of the sum does not matter

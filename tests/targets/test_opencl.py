@@ -260,7 +260,7 @@ def test_functions(dtype: torch.dtype) -> None:
 
 
 def test_angles_and_powers_of_every_size() -> None:
-    """All exponents, both signs, and what has no power: against double, rounded once."""
+    """All exponents, both signs, and undefined powers, compared with float64 results that are rounded once."""
     bits = torch.randint(-(2**31), 2**31 - 1, (20_000,), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
     x = torch.cat([bits.view(torch.float32), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 2.0**28])])
     ends = torch.tensor([0, -0.0, 1, -1, 2, 0.5, -3, torch.inf, -torch.inf, torch.nan, 1e-40, 2.5, 2**24 + 2, 1e30])

@@ -67,8 +67,26 @@ class CliffRow:
 # ---- one process -------------------------------------------------------------------------------------------------
 
 
-def step(case: Case, backend: str) -> Callable[..., list[Tensor]]:
-    """Returns a function that computes results, and the gradients of all floating inputs if the case has them."""
+@dataclass
+class Ready:
+    """A case that is compiled, and waits to be measured."""
+
+    case: Case
+    steps: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+def release(ready: Sequence[Ready], device: str) -> None:
+    """Gives memory back: all processes that wait share a GPU's."""
+    for case in ready:
+        case.gradients.clear()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def step(case: Case, backend: str, gradients: list[Tensor]) -> Callable[..., list[Tensor]]:
+    """Returns a function that computes results, and the gradients of all floating inputs if the case has them.
+    `gradients`: of the results, drawn by the first call that finds none."""
     function = case.function
 
     def call(*inputs: Tensor) -> Any:
@@ -81,8 +99,6 @@ def step(case: Case, backend: str) -> Callable[..., list[Tensor]]:
         out = compiled(*inputs)
         return [out] if isinstance(out, Tensor) else list(out)
 
-    gradients: list[Tensor] = []
-
     def both(*inputs: Tensor) -> list[Tensor]:
         out = [t for t in forward(*inputs) if t.requires_grad]
         if not gradients:  # not ones: the gradient of the sum of a softmax or a norm is nothing but rounding
@@ -94,6 +110,12 @@ def step(case: Case, backend: str) -> Callable[..., list[Tensor]]:
     return both if case.gradient else forward
 
 
+def largest(values: Tensor) -> Tensor:
+    """Returns the largest absolute value; overwrites the others, as many processes share a GPU's memory."""
+    return values.nan_to_num_(0, 0, 0).abs_().max()
+
+
+@torch.no_grad()
 def wrong(got: Sequence[Tensor], eager: Sequence[Tensor]) -> str:
     """Checks values roughly, so that no wrong kernel is timed; the tests are the strict ones.
 
@@ -105,15 +127,15 @@ def wrong(got: Sequence[Tensor], eager: Sequence[Tensor]) -> str:
         if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
             return f"{mine.dtype}{list(mine.shape)} where eager has {theirs.dtype}{list(theirs.shape)}"
         if mine.is_floating_point():
-            scale = theirs.double().nan_to_num(0, 0, 0).abs().max().clamp_min(64 * torch.finfo(mine.dtype).eps)
-            off = ((mine.double() - theirs.double()).nan_to_num(0, 0, 0).abs().max() / scale).item()
+            scale = largest(theirs.to(torch.float64, copy=True)).clamp_min(64 * torch.finfo(mine.dtype).eps)
+            off = (largest(theirs.to(torch.float64, copy=True).sub_(mine)) / scale).item()
             if off > TOLERANCE:
                 return f"off by {off:.1e} of the largest value"
     return ""
 
 
 def prepare(case: Case, backends: Sequence[str], device: str, talk: Talk,
-            ready: list[tuple[Case, dict[str, Callable[..., Any]]]]) -> None:
+            ready: list[Ready]) -> None:
     """Compiles a case for every backend, and compares.
 
     Inductor compiles last, as it takes longest: on a GPU, a case that another backend runs in too short a time is
@@ -121,12 +143,12 @@ def prepare(case: Case, backends: Sequence[str], device: str, talk: Talk,
     """
     import flambeau.debug
 
-    inputs, steps = case.tensors(device), dict[str, Callable[..., Any]]()
-    eager = step(case, "eager")(*inputs)
+    inputs, now = case.tensors(device), Ready(case)
+    eager = step(case, "eager", now.gradients)(*inputs)
     moved = sum(t.numel() * t.element_size() for t in (*inputs, *eager) if t is not None)
     talk.tell(rows={case.seed: {"bytes": moved}})
     for backend in sorted(backends, key="inductor".__eq__):
-        start, run_step = time.perf_counter(), step(case, backend)
+        start, run_step = time.perf_counter(), step(case, backend, now.gradients)
         try:
             with flambeau.debug.collect() as graphs:
                 got = run_step(*inputs)
@@ -142,8 +164,8 @@ def prepare(case: Case, backends: Sequence[str], device: str, talk: Talk,
             talk.tell(rows={case.seed: {**told, "seconds": {backend: at_most}}})
             return
         talk.tell(rows={case.seed: told})
-        steps[backend] = run_step
-    ready.append((case, steps))
+        now.steps[backend] = run_step
+    ready.append(now)
 
 
 def times(calls: dict[str, Callable[[], Any]], device: str, seconds: float) -> dict[str, float]:
@@ -179,21 +201,24 @@ def part(talk: Talk, seeds: Sequence[int], size: str, device: str, backends: Seq
     allow_recompiles(64)
     # initialisation that all compilers share should not count for one of them
     torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1))
-    ready: list[tuple[Case, dict[str, Callable[..., Any]]]] = []
+    ready: list[Ready] = []
     for seed in seeds:
         talk.attempt(f"case {seed}", partial(prepare, draw(seed, size), backends, device, talk, ready))
+        release(ready, device)
     if device == "cuda":
         profiled({"": lambda: torch.zeros(1, device=device)})  # the first profile takes seconds
     talk.turn()
-    for case, steps in ready:
-        inputs = case.tensors(device)
-        calls: dict[str, Callable[[], Any]] = {name: partial(call, *inputs) for name, call in steps.items()}
+    for now in ready:
+        case, inputs = now.case, now.case.tensors(device)
+        calls: dict[str, Callable[[], Any]] = {name: partial(call, *inputs) for name, call in now.steps.items()}
         found = times(calls, device, seconds)
         told: dict[str, Any] = {"seconds": found}
         ours, peers = found.get("flambeau", 0.0), [t for name, t in found.items() if name != "flambeau"]
         if device == "cuda" and peers and ours > PROFILED * min(peers):
             told["kernels"] = profiled(calls)
         talk.tell(rows={case.seed: told})
+        del inputs, calls
+        release([now], device)
 
 
 # ---- all of them -------------------------------------------------------------------------------------------------

@@ -60,11 +60,6 @@ class FloorRow:
     def ratio(self, backend: str) -> float | None:
         return self.seconds[backend] / self.floor if backend in self.seconds else None
 
-    def over_best_peer(self, backend: str) -> float | None:
-        """Returns its time over that of the fastest peer in the same run."""
-        peers = [self.seconds[peer] for peer in PEERS if peer in self.seconds]
-        return self.seconds[backend] / min(peers) if backend in self.seconds and peers else None
-
 
 # ---- time ------------------------------------------------------------------------------------------------------
 

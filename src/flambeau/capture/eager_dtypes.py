@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -27,6 +27,8 @@ from flambeau.torch_compat.ops import OpOverload
 _ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b|scalar type|can't be cast|"
                            "without overflow|negative integer powers")
 
+SYMBOLS = torch.SymInt, torch.SymFloat
+LARGE = 1 << 40, 1e300  # an integer and a float that small dtypes do not hold
 MOST = 1 << 14  # elements of a tensor in a test call
 SMALL = (torch.float16, torch.bfloat16)  # GPUs and our device have kernels for these that the CPU lacks
 
@@ -53,10 +55,11 @@ def eager_has_kernel(op: OpOverload, args: Any, kwargs: Any, device: torch.devic
         keys = [_described(call, sizes) for sizes in (_two, _own)]
     except TypeError:  # an argument that is not hashable
         return True
+    if not _holds_numbers(op, args, kwargs):
+        return False
 
     def takes(device: torch.device, given: Callable[[Any], Any] = lambda key: key) -> bool:
-        answers = (_has_kernel(op, given(key), device) for key in keys)
-        return next((answer for answer in answers if answer is not None), True)
+        return _takes(op, [given(key) for key in keys], device)
 
     # GPUs have kernels for more dtypes than CPUs, so if the CPU has one, the GPU need not be tried.
     if takes(CPU):
@@ -64,6 +67,43 @@ def eager_has_kernel(op: OpOverload, args: Any, kwargs: Any, device: torch.devic
     if device.type == "cuda":
         return known.random or takes(device)  # must not touch the GPU's random state
     return device.type != "cpu" and _wide(keys[0]) != keys[0] and takes(CPU, _wide)
+
+
+def _takes(op: OpOverload, keys: Iterable[Any], device: torch.device) -> bool:
+    answers = (_has_kernel(op, key, device) for key in keys)
+    return next((answer for answer in answers if answer is not None), True)
+
+
+def _holds_numbers(op: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether eager accepts the values of run-time numbers: integers have no negative powers, and small dtypes do not
+    hold every number. If that depends on the value, a guard keeps the graph to values that are accepted."""
+    given = {a.name: x for a, x in zip(op._schema.arguments, args, strict=False)} | kwargs
+    names = [a.name for a in op._schema.arguments if "number" in str(a.type) and a.name in given]
+    numbers = [x for name in names for x in map(_value, flat(given[name])) if isinstance(x, SYMBOLS)]
+    dtypes = {x.dtype for x in map(_value, flat((args, tuple(kwargs.values())))) if isinstance(x, torch.Tensor)}
+    if not numbers or not dtypes:
+        return True
+
+    def takes(*examples: float) -> bool:
+        of = dict(zip(SYMBOLS, examples, strict=True))
+        known = {name: fx.node.map_aggregate(given[name], lambda x: of.get(type(_value(x)), x)) for name in names}
+        return _takes(op, [_described(((), tuple(sorted((given | known).items()))), _two)], CPU)
+
+    def known(x: Any) -> bool:
+        """The answer for this call, which a guard then keeps; False if only data give it."""
+        return bool(x) if not isinstance(x, torch.SymBool) or x.node.has_hint() else False
+
+    if takes(1, 1.0):
+        if not takes(-1, -1.0) and not all(known(x >= 0) for x in numbers):
+            return False
+        if not takes(*LARGE):
+            ranges = [torch.finfo(d) if d.is_floating_point else torch.iinfo(d) for d in dtypes - {torch.bool}]
+            return all(known(x >= r.min) and known(x <= r.max) for x in numbers for r in ranges)
+    return True
+
+
+def _value(x: Any) -> Any:
+    return x.meta.get("val") if isinstance(x, fx.Node) else x
 
 
 def taken_apart(op: OpOverload, formula: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:

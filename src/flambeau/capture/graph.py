@@ -23,7 +23,7 @@ from flambeau.ops.facts import facts, is_exact
 from flambeau.ops.formulas import NotAnExpression
 from flambeau.ops.registry import HIGHER, OutOfRange, load_at
 from flambeau.runtime.launch_plan import DONATED, Held
-from flambeau.runtime.operator_calls import random_state, run_and_save, run_with
+from flambeau.runtime.operator_calls import random_state, read_here, run_and_save, run_with
 from flambeau.runtime.placement import CPU, flat, movable
 from flambeau.runtime.streams.host_copies import fetch, send
 from flambeau.torch_compat.fake import FakeScriptObject
@@ -230,7 +230,7 @@ class Lowering:
             seq, k = n.args
             return self.env[seq][k]  # type: ignore[index]
         if target is aten._local_scalar_dense.default:
-            raise UnsupportedError(f"{n.name} makes a number of data inside a graph")
+            self.read_number(n)
         if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
             return self.c.symbols.index(val) if isinstance(val, torch.SymInt) else val
         if isinstance(val, (torch.SymFloat, torch.SymBool)):
@@ -486,6 +486,17 @@ class Lowering:
             if isinstance(m, torch.Tensor) and v is not None:
                 self.elsewhere.note(v, m)
                 self.bind_sizes(v, m)
+
+    def read_number(self, n: fx.Node) -> None:
+        """Read a number of data: its symbol becomes the number in a value, which is in memory from here on."""
+        x: fx.Node = n.args[0]  # type: ignore[assignment]
+        held, = build.extern(read_here, (self.env[x],), {}, self.metas(n.target, [x.meta["val"]]))
+        assert held is not None
+        val, found = n.meta["val"], Host(f"{held.buffer}.item()", frozenset((held.buffer,)))
+        if isinstance(val, torch.SymBool):  # torch compares an integer with one
+            for s in val.node.expr.free_symbols:
+                self.g.numbers[self.c.symbols.symbol(s, val.node.shape_env)] = replace(found, text=f"int({found.text})")
+        self.bind(val, found)
 
     def replayed(self, n: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a random operator that the forward runs and the backward repeats."""

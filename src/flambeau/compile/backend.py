@@ -32,7 +32,7 @@ from flambeau.torch_compat.fake import CompileContext, FakeTensor, TracingContex
 from .cache_key import held
 from .channels_last import channels_last
 from .disk_cache import GraphCache
-from .fast_call import lean_wrappers
+from .fast_call import lean_wrappers, short_way
 from .offload_wish import check_wish
 from .regions.cut import OBSERVERS, cut
 from .regions.pieces import in_pieces
@@ -169,7 +169,8 @@ def compile_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: d
             return found
         if target is not None:
             target.prepare()
-        return compile_anew(gm, example_inputs, settings, target, cache)
+        compiled = compile_anew(gm, example_inputs, settings, target, cache)
+        return compiled if cache.held else short_way(compiled) or compiled
 
 
 def compile_anew(

@@ -39,6 +39,7 @@ from flambeau.torch_compat.inductor import config as inductor_config
 
 from .cache_entry import decode, encode
 from .cache_key import graph_key, held
+from .fast_call import short_way
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ class GraphCache:
         self.free: str | None = None  # the place for a new entry
         wanted = config.graph_cache and not config.verify and not torch.compiler.config.force_disable_caches
         wanted = wanted and config.debug < 2  # an entry holds kernels, but not the report of how operators were fused
-        if wanted and target is not None:
+        # Only Dynamo's graphs describe their inputs.
+        if wanted and target is not None and TracingContext.try_get() is not None:
             try:
                 self.key = graph_key(gm, inputs, settings, target)
             except Exception as reason:  # Uncacheable, or an unforeseen kind of input
@@ -136,7 +138,7 @@ class GraphCache:
         def forward(*args: Any) -> Any:
             return run([*first, *args])
 
-        return torch.compiler.disable(forward, reason="do not trace AOT-compiled graph")
+        return short_way(run, first) or torch.compiler.disable(forward, reason="do not trace AOT-compiled graph")
 
     # ---- keep ------------------------------------------------------------------------------------------
 

@@ -2,11 +2,11 @@
 
 AOTAutograd's wrappers handle everything a graph may do: change its inputs, return views of them, pass sizes, random
 states and tensor subclasses to its backward. Most graphs just read tensors and return new ones. Those get the wrappers
-of this file, which save a third of the Python time of a call and its backward (some 150 us when kernels have just
-streamed through the caches). Every other graph, and every unusual call of these graphs (a second derivative, a gradient
-with another layout), takes AOTAutograd's path: our autograd function is a subclass of AOTAutograd's. Dynamo's own part
-of a call is shortened by dropping the marks that it sets for profilers, and the layers that torch.compile puts around a
-function (`torch_compat/short_calls.py`).
+of this file, which save half of the Python time of a call and its backward (some 150 us when kernels have just streamed
+through the caches). Every other graph, and every unusual call of these graphs (a second derivative, a gradient with
+another layout), takes AOTAutograd's path: our autograd function is a subclass of AOTAutograd's. Dynamo's own part of a
+call is shortened by dropping the marks that it sets for profilers, and the layers that torch.compile puts around a
+function and around a graph (`torch_compat/short_calls.py`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,27 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 
 from flambeau.torch_compat import patches
-from flambeau.torch_compat.aot import BackwardState, OutputType, RuntimeWrapper, ViewAndMutationMeta, mark_dynamic
+from flambeau.torch_compat.aot import (
+    BackwardState,
+    OutputType,
+    RuntimeWrapper,
+    ViewAndMutationMeta,
+    mark_dynamic,
+    without_serializer,
+)
 from flambeau.torch_compat.autograd import (
+    apply_directly,
+    call_directly,
     current_transform,
     deterministic_algorithms,
     saved_tensors_hooks,
     set_grad_enabled,
 )
-from flambeau.torch_compat.dynamo import skip_code
+from flambeau.torch_compat.dynamo import innermost_fn, skip_code
+from flambeau.torch_compat.short_calls import unwatched, watch
 
 from .regions.nodes import namespace
 
@@ -54,6 +65,20 @@ def lean_wrappers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
 
     with patches.WRAPPERS.applied(post_compile):
         yield
+
+
+def short_way(compiled: Callable[..., Any], first: Sequence[Any] = ()) -> Callable[..., Any] | None:
+    """A function that does nothing but call our wrapper with `first` and its arguments in one list; None if AOTAutograd
+    put other wrappers around it."""
+    inner = innermost_fn(compiled)
+    run = without_serializer(getattr(inner, "__wrapped__", inner))
+    return unwatched(run, first) if getattr(run, "ours", None) is run else None  # wrappers copy attributes
+
+
+def ours(run: Callable[..., Any]) -> Callable[..., Any]:
+    run._boxed_call = True  # type: ignore[attr-defined]
+    run.ours = run  # type: ignore[attr-defined]
+    return run
 
 
 # ---- which graphs are plain ------------------------------------------------------------------------------
@@ -85,46 +110,46 @@ def carries_tensors(function: Any, m: ViewAndMutationMeta) -> bool:
 # ---- the wrappers ----------------------------------------------------------------------------------------
 
 
-def marking(m: ViewAndMutationMeta) -> Callable[[Sequence[Any]], Any]:
-    """A function that marks the dynamic sizes of the results."""
+def marked(run: Callable[..., Any], m: ViewAndMutationMeta) -> Callable[..., Any]:
+    """`run`, followed by marks on the dynamic sizes of the results."""
     dims = [(k, o.dynamic_dims) for k, o in enumerate(m.output_info) if o.dynamic_dims]
 
-    def mark(outs: Sequence[Any]) -> Sequence[Any]:
+    def mark(*args: Any) -> Any:
+        outs = run(*args)
         for k, which in dims:
             mark_dynamic(outs[k], which)  # type: ignore[misc]
         return outs
 
-    return mark
+    return mark if dims else run
 
 
 def inference(compiled: Callable[..., Any], m: ViewAndMutationMeta) -> Callable[[list[Any]], Any]:
-    mark = marking(m)
+    call = marked(without_serializer(compiled), m)
 
     def run(args: list[Any]) -> Any:
         if not torch.is_grad_enabled():
-            return mark(compiled(args))
+            return call(args)
         # ATen operators called directly would record autograd nodes if an input requires gradients.
         set_grad_enabled(False)
         try:
-            return mark(compiled(args))
+            return call(args)
         finally:
             set_grad_enabled(True)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return ours(run)
 
 
 def training(function: Any, m: ViewAndMutationMeta) -> Callable[[list[Any]], Any]:
-    apply, mark = autograd_function(function, m).apply, marking(m)
+    made = autograd_function(function, m)
+    apply, full = marked(apply_directly(made), m), marked(made.apply, m)
 
     def run(args: list[Any]) -> Any:
         if torch.is_grad_enabled():
-            return mark(apply(*args))
+            return (apply if current_transform() is None else full)(*args)
         with torch.enable_grad():  # the graph was traced with gradients on: the function enables them itself
-            return mark(apply(*args))
+            return full(*args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return ours(run)
 
 
 def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
@@ -138,13 +163,20 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
     expected = [(k, t.stride, t.memory_format) for k, t in zip(tangents, layouts, strict=True)]  # type: ignore[union-attr]
     symints = m.symints_saved_for_backwards_slice
     boxed = getattr(full, "boxed_grads_call", False)  # gradients come as one list that the backward empties
+    known: tuple[Any, Any] = None, None  # the compiled backward, and the function in its wrapper
+
+    def detached(tensors: list[Tensor]) -> list[Tensor]:
+        for k, x in enumerate(tensors):
+            if x._is_view():
+                tensors[k] = x.detach()
+        return tensors
 
     class CompiledFunction(full):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             outs = full.compiled_fw(list(args))
-            ctx.save_for_backward(*[x.detach() if x._is_view() else x for x in outs[checked]])
-            ctx._tensors_no_vc_check = [x.detach() if x._is_view() else x for x in outs[unchecked]]
+            ctx.save_for_backward(*detached(outs[checked]))
+            ctx._tensors_no_vc_check = detached(outs[unchecked])
             ctx.symints, ctx.opaque_objects = outs[symints], ()
             if constant:
                 ctx.mark_non_differentiable(*[outs[k] for k in constant])
@@ -153,6 +185,7 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *given: Any) -> Any:
+            nonlocal known
             grads: Any = given[0] if boxed else given
             compiled = full.compiled_bw
             if (compiled is None or torch.is_grad_enabled() or current_transform() is not None
@@ -168,8 +201,15 @@ def autograd_function(full: Any, m: ViewAndMutationMeta) -> Any:
             if boxed:
                 grads.clear()
             ctx.maybe_clear_saved_tensors()
-            return tuple(compiled(args))
+            if compiled is not known[0]:
+                known = compiled, innermost_fn(compiled)
+            before = watch(None)
+            try:
+                return tuple(known[1](args))
+            finally:
+                watch(before)
 
+    call_directly(CompiledFunction)
     # Keep Dynamo out of this frame if a compiled function calls backward(), as none of our frames is below it.
     skip_code(CompiledFunction.backward.__code__)
     return CompiledFunction

@@ -123,7 +123,7 @@ class LoopKernel(AnySize):
         return [*((e.attr[0], e.attr[1][0]) for e in loads(*exprs_of(self.items))), *self.stores]
 
     def places(self) -> list[Index]:
-        """All indices: of what it reads and writes, and of what is computed."""
+        """Returns all indices: those of loads and stores, and those that expressions compute with."""
         return [*(i for e in walk(*self.everything()) for i in e.own_indices()), *(at for _, at in self.stores)]
 
     def rewritten(self, fn: Callable[[Expr], Expr], mapping: Mapping[Sym, Index] | None = None) -> LoopKernel:
@@ -158,25 +158,26 @@ class LoopKernel(AnySize):
             name for name, at in self.accesses()
             if at.symbols() & {*self.inner} and at.coefficient(last) is ONE and at.coefficient(v) not in (ONE, ZERO)]
 
-    def transposed_reads(self, masked: bool = False) -> list[Expr]:
-        """Returns a map's loads along the second variable of its tiles, at addresses that need no data. `masked`: also
+    def point_reads(self, masked: bool = False) -> list[Expr]:
+        """Returns a map's loads whose addresses depend only on the point, and not on data. `masked`: also
         those under a mask that depends only on the point."""
-        if self.tile is None or self.vector is None:
-            return []
-        reads = [e for e in loads(*exprs_of(self.items))
-                 if not e.args or masked and all(x.op not in ("load", "local", "fold", "raw") for x in walk(*e.args))]
-        return [e for e in reads if (at := e.attr[1][0]).coefficient(self.tile) is ONE
-                and at.coefficient(self.vector) not in (ONE, ZERO)
-                and at.symbols() <= {*self.outer, *self.sizes} and not any(isinstance(a, Dyn) for a in at.atoms())]
+        return [e for e in loads(*exprs_of(self.items))
+                if (not e.args or masked and all(x.op not in ("load", "local", "fold", "raw") for x in walk(*e.args)))
+                and (at := e.attr[1][0]).symbols() <= {*self.outer, *self.sizes}
+                and not any(isinstance(a, Dyn) for a in at.atoms())]
+
+    def transposed_reads(self, masked: bool = False) -> list[Expr]:
+        """Returns those of `point_reads` that are contiguous along the second variable of a map's tiles, and not along
+        the first."""
+        return [] if self.tile is None or self.vector is None else [
+            e for e in self.point_reads(masked)
+            if (at := e.attr[1][0]).coefficient(self.tile) is ONE and at.coefficient(self.vector) not in (ONE, ZERO)]
 
     def reads_apart(self) -> list[Expr]:
-        """What a map does not read as if the two variables of its tiles were one, at places that need no computing."""
+        """Returns those of `point_reads` that cannot walk the two variables of a map's tiles as one."""
         t, v = self.tile, self.vector
-        if t is None or v is None:
-            return []
-        return [e for e in dict.fromkeys(loads(*exprs_of(self.items)))
-                if not e.args and not walks_as_one(at := e.attr[1][0], t, v)
-                and at.symbols() <= {*self.outer, *self.sizes} and not any(isinstance(a, Dyn) for a in at.atoms())]
+        return [] if t is None or v is None else [
+            e for e in self.point_reads() if not walks_as_one(e.attr[1][0], t, v)]
 
     def inner_position(self) -> Index:
         """The position of an inner point among all of them."""

@@ -24,59 +24,64 @@ def number(value: int, unit: str, reason: str) -> Any:
 class Tuning:
     """The numbers that passes need for any machine."""
 
-    cheap: int = number(4, "operations", "worth computing twice")
-    cheap_beside_memory: int = number(0, "operations", "the same where memory alone counts; 0 where it does not")
-    neighbour_rows: int = number(0, "rows", "read for one row of results, rather than kept sums of some of them")
-    recompute: int = number(6, "operations", "cheaper again in a later stage than a row of fast memory")
-    enough_points: int = number(32, "outer points", "keep all threads busy without dividing a row")
-    long_row: int = number(8192, "elements", "a row from which on threads may share it; it has no fast memory then")
-    vector_least: int = number(8, "elements", "a variable shorter than this is a poor vector")
-    table_reads: int = number(64, "reads", "of each element of a table: where it lies hardly matters")
+    cheap: int = number(4, "operations", "up to this cost, readers compute an expression again instead of storing it")
+    cheap_beside_memory: int = number(0, "operations", "the same limit where memory takes the time; 0: it never does")
+    neighbour_rows: int = number(0, "rows", "a weighted sum of up to so many rows is computed again, not stored")
+    recompute: int = number(6, "operations", "up to this cost, a later stage computes a value again")
+    enough_points: int = number(32, "outer points", "with fewer, some threads would be idle unless they share a row")
+    long_row: int = number(8192, "elements", "the shortest row that threads may share; it is then not in fast memory")
+    vector_least: int = number(8, "elements", "the shortest variable that is worth vectorizing")
+    tile_least: int = number(8, "elements", "the fewest that a tile reads across its lines")
+    table_reads: int = number(64, "reads", "from so many per element on, a table stays in the caches")
     reads_again: bool = False  # each stage of a reduction reads its rows from memory
     flat_tiles: bool = False  # short lines are transposed, and walked as one
     flat_maps: bool = False  # short lines of a map's results are walked as one, whatever is read
-    line_bytes: int = number(64, "bytes", "that memory moves at once")
-    row_lines: int = number(0, "bytes", "of lines that a row leaves to the next: a cache still holds them then; 0: "
-                                        "loops are ordered by what they write")
-    transpose_least: int = number(16, "elements", "contiguous on one side: below it a tile brings nothing")
-    split_piece: int = number(4096, "elements", "a shorter piece of a reduction is not worth a result of its own")
-    split_row: int = number(4096, "elements", "the same of a row, of which a program has only one")
-    split_even: int = number(64, "elements", "pieces are multiples of it, so that each begins where wide reads can")
-    product_even: int = number(64, "elements", "pieces of a sum of products are multiples of it")
-    split_more: int = number(4, "pieces", "fewer of one more variable are not worth cutting it")
-    split_columns: int = number(64, "columns", "one program computes so many results side by side")
-    asked: int = number(40, "questions", "whether a value is one's own: they take as long as to add one to memory")
-    factor_again: int = number(0, "rows or columns", "of a product for which a factor is computed, not stored")
-    table_launches: int = number(4, "launches", "fewer of one form are not worth a table")
-    worker_side: int = number(64, "rows or columns", "the part of a matrix product that is worth a worker")
-    worker_depth: int = number(512, "elements", "a shorter piece of a long product is not worth a result of its own")
+    line_bytes: int = number(64, "bytes", "the size of a cache line")
+    row_lines: int = number(0, "bytes", "neighbouring rows share cache lines as long as one row touches no more than "
+                                        "this; 0: loops are ordered by what they write")
+    transpose_least: int = number(16, "elements", "the shortest contiguous line for which transposing in tiles pays")
+    split_piece: int = number(4096, "elements", "the shortest piece of a reduction that is worth a partial result")
+    split_row: int = number(4096, "elements", "the same limit for a contiguous row, since a program reduces only one")
+    split_even: int = number(64, "elements", "pieces are multiples of this long, so that each starts with wide loads")
+    product_even: int = number(64, "elements", "lengths of the pieces of a product's depth are multiples of this")
+    split_more: int = number(4, "pieces", "a further variable is only cut if that gives at least this many pieces")
+    split_columns: int = number(64, "columns", "the number of results that one program computes side by side")
+    split_across: int = number(1, "rows", "of one program where some data is contiguous across rows")
+    asked: int = number(40, "checks", "of windows for each position; with more, atomic additions are faster")
+    factor_again: int = number(0, "rows or columns", "the largest product for which a factor is computed again")
+    table_launches: int = number(4, "launches", "the fewest launches of one kernel that are worth joining into a table")
+    worker_side: int = number(64, "rows or columns", "the side of the part of a product that is worth a worker")
+    worker_depth: int = number(512, "elements", "the shortest piece of a product's depth worth a partial result")
     # The cost of a matrix product, in units of 16 multiplications: decides which side vectors run along.
-    tile_high: int = number(6, "rows", "of a tile of sums in registers: 6 x 2 vectors leave 4 of 16 for the factors")
-    tile_wide: int = number(16, "columns of float32", "two vectors of a tile")
-    block_rows: int = number(192, "rows", "of a block whose factors and sums fit a second-level cache together; after "
-                                          "so many the right factor is read again")
-    transposed_factor: int = number(24, "times 16 products", "to bring one element of a factor into a tile crosswise")
-    scattered_result: int = number(16, "times 16 products", "to write one result that is not beside the last")
-    expensive_combine: int = number(16, "operations", "of a scan: a cheaper step waits for memory, not for itself")
-    scan_side_by_side: int = number(8, "rows", "that a scan takes together, so that no step waits for the one before")
+    tile_high: int = number(6, "rows", "the height of a tile of sums: 6 x 2 vectors leave 4 registers of 16")
+    tile_wide: int = number(16, "columns of float32", "the width of such a tile: two vectors")
+    block_rows: int = number(192, "rows", "of a block, whose factors and sums fit into a second-level cache; the right "
+                                          "factor is read again for each block")
+    transposed_factor: int = number(24, "times 16 products", "to transpose one element of a factor")
+    scattered_result: int = number(16, "times 16 products", "to store one result that is not adjacent to the last")
+    expensive_combine: int = number(16, "operations", "above this cost of a combine, scans are limited by computation")
+    scan_side_by_side: int = number(8, "rows", "with so many at once, steps of a scan need not wait for the one before")
     # Library products. The times are those of an H200, in bfloat16, with a vocabulary of 50257.
-    product_line: int = number(0, "bytes", "of which the lines of all matrices are multiples, or another kernel takes "
-                                           "the product; 0: no matter")
-    product_rate: int = number(600_000, "operations of 16 bits a nanosecond", "of a product whose lines are multiples")
-    product_rate_else: int = number(90_000, "operations of 16 bits a nanosecond", "of one with a line that is none")
-    memory_rate: int = number(4_000, "bytes a nanosecond", "read and written")
-    launch: int = number(4_000, "nanoseconds", "of a kernel that has next to nothing to do")
+    product_line: int = number(0, "bytes", "the library's fast kernels need lines that are multiples of this; 0: any")
+    product_rate: int = number(600_000, "16-bit operations per nanosecond", "a product whose lines are such multiples")
+    product_rate_else: int = number(90_000, "16-bit operations per nanosecond", "a product with other lines")
+    memory_rate: int = number(4_000, "bytes per nanosecond", "the bandwidth of memory, reads and writes together")
+    launch: int = number(4_000, "nanoseconds", "the time of a kernel that does next to nothing")
     # Steps on several streams.
-    launch_recorded: int = number(2_000, "nanoseconds", "the same in a CUDA graph")
-    stream_wait: int = number(1_500, "nanoseconds", "of a step that waits for one on another stream, in a CUDA graph")
-    filled: int = number(1 << 18, "elements", "of a result that keep all of the machine's threads busy")
-    filled_product: int = number(1 << 21, "elements", "of a product's result that do: a tile for each core")
-    overlap_gain: int = number(3, "percent", "of the time that several streams must save, as modelled")
-    convolved_channels: int = number(64, "channels", "with no more of them a library convolves images as they lie")
+    launch_recorded: int = number(2_000, "nanoseconds", "the time of such a kernel in a CUDA graph")
+    stream_wait: int = number(1_500, "nanoseconds", "the wait of a step for one on another stream, in a CUDA graph")
+    filled: int = number(1 << 18, "elements", "a result of this size keeps all threads of the machine busy")
+    filled_product: int = number(1 << 21, "elements", "a product's result of this size does so: a tile for each core")
+    overlap_gain: int = number(3, "percent", "several streams are only used if the model says that they save this")
+    convolved_channels: int = number(64, "channels", "up to so many, the library convolves in any memory order")
 
     def even(self, length: int) -> int:
         """Rounds the length of a row's piece up to an even one."""
         return -(-length // self.split_even) * self.split_even
+
+    def longest_column(self, itemsize: int) -> int | None:
+        """The longest column that is held together with others beside it; None: as long as a row."""
+        return None
 
     def pieces(self, rows: int, columns: int, depth: int, batch: int, itemsize: int, programs: int) -> int:
         """The number of pieces into which the sum of a product is cut, one for each worker; `programs` run at once."""
@@ -91,88 +96,90 @@ class CpuTuning(Tuning):
     reads_again: bool = True
     flat_tiles: bool = True
     shares_rows: bool = True  # threads can divide a row among themselves and join what they found
-    neighbour_rows: int = number(8, "rows", "those of trilinear resizing, where channels lie side by side")
+    neighbour_rows: int = number(8, "rows", "enough for trilinear resizing of channels-last images")
     # ---- threads
-    serial: int = number(24576, "element operations", "below it to wake threads takes longer than the work")
-    serial_shared: int = number(65536, "element operations", "the same for a row that threads share: they join, too")
-    chunks: int = number(64, "parts", "of a shared row: fixed, so that results do not depend on the threads")
-    chunk: int = number(4096, "elements", "of a contiguous variable that one thread takes at a time")
-    chunk_even: int = number(64, "elements", "chunks are multiples of it, so that all begin on a cache line")
-    column_chunk: int = number(32, "rows", "of a chunk of columns, at least")
-    table_blocks: int = number(4, "blocks", "of a table that one thread does faster than several")
+    serial: int = number(24576, "element operations", "with less work, waking other threads takes longer than that")
+    serial_shared: int = number(65536, "element operations", "the same limit for a shared row, which is also joined")
+    chunks: int = number(64, "parts", "of a shared row: always as many, so that the number of threads does not matter")
+    chunk: int = number(4096, "elements", "the part of a contiguous variable that one thread takes at a time")
+    chunk_even: int = number(64, "elements", "chunks are multiples of this long, so that each starts on a cache line")
+    column_chunk: int = number(32, "rows", "the fewest rows of a chunk when columns are reduced")
+    table_blocks: int = number(4, "blocks", "up to this many blocks of a table, one thread is faster than several")
     # ---- vectors
-    unroll: int = number(36, "steps", "constant windows up to it (3x3x3 and a bit) are written out")
-    lane_bytes: int = number(128, "bytes", "of the states of one reduction: two vectors of 64 bytes")
-    bodies: int = number(4, "bodies", "that a compiler may write side by side to have their vectors under way at once")
-    row_steps: int = number(4, "steps", "of all lanes in a row, at least: with fewer, joining the lanes dominates")
-    columns: int = number(512, "columns", "reduced side by side: their states stay in the first-level cache")
-    few_columns: int = number(32, "columns", "that with those of other rows are as many as fill vectors")
-    wide_columns: int = number(256, "columns", "that rows of few come to, summed side by side: states of 1 KB")
-    turn_rows: int = number(16, "rows", "of each of those that are summed side by side, at least")
-    register_bytes: int = number(512, "bytes", "of the states of a segment's columns that stay in registers")
-    held_bytes: int = number(1024, "bytes", "of states that compilers keep in registers while rows go past")
-    stack_bytes: int = number(1 << 20, "bytes", "that the states of columns may take in all chunks: stacks end at 8 MB")
-    window_lanes: int = number(64, "points", "of a block whose windows go in step: one running value in registers")
-    shortest_part: int = number(8, "elements", "of a split loop that are worth a body of their own")
-    copied: int = number(500, "expressions", "that may be written out when a loop is split: more compile too slowly")
+    unroll: int = number(36, "steps", "constant windows up to this size are unrolled: 3 x 3 x 3 and a bit")
+    lane_bytes: int = number(128, "bytes", "the size of the partial results of one reduction: two vectors of 64 bytes")
+    bodies: int = number(4, "copies", "loop bodies that compilers may interleave to keep several vectors in flight")
+    row_steps: int = number(4, "steps", "the fewest of all lanes in a row; with fewer, joining lanes dominates")
+    columns: int = number(512, "columns", "reduced side by side: their partial results stay in the first-level cache")
+    columns_kept: int = number(16, "columns", "the fewest that one kernel reads in one order and writes in another")
+    row_kept: int = number(16384, "bytes", "the longest row for which one kernel does so: half of a first-level cache")
+    few_columns: int = number(32, "columns", "with so few, several rows are summed side by side to fill vectors")
+    wide_columns: int = number(256, "columns", "the most columns that such rows make together: 1 KB of partial sums")
+    turn_rows: int = number(16, "rows", "the fewest rows of each of the sums that run side by side")
+    register_bytes: int = number(512, "bytes", "the partial results of a segment's columns that fit into registers")
+    held_bytes: int = number(1024, "bytes", "partial results that compilers keep in registers in a loop over rows")
+    stack_bytes: int = number(1 << 20, "bytes", "partial results of columns in all chunks; a thread's stack has 8 MB")
+    window_lanes: int = number(64, "points", "their windows are computed in step, with partial results in registers")
+    shortest_part: int = number(8, "elements", "the shortest part of a split loop that is worth a body of its own")
+    copied: int = number(500, "expressions", "the most that a split loop may duplicate; compile time grows with them")
     # ---- rounding
-    additions: int = number(16, "values", "added one after the other before their sum rises by a level, as in eager")
-    joins: int = number(8, "sums", "of one level before they rise to the next")
-    levels: int = number(3, "levels", "above the first; the highest takes what comes")
-    joined_rows: int = number(4, "rows", "of columns joined first: their states are accessed a quarter as often")
+    additions: int = number(16, "values", "added one after the other before their sum moves up a level, as in eager")
+    joins: int = number(8, "sums", "so many of one level are added before their sum moves up to the next level")
+    levels: int = number(3, "levels", "the number of levels above the first; the highest takes any number of sums")
+    joined_rows: int = number(4, "rows", "of columns, added first, so that sums in memory are updated less often")
     # ---- caches
-    transpose_side: int = number(64, "elements", "of a tile along the vector")
-    transpose_bytes: int = number(256, "bytes", "of a tile the other way: whole lines of the cache")
-    flat_work: int = number(6, "operations", "at a point, from which on lines that are no whole vectors go as one")
-    transpose_gap: int = number(8, "elements", "between rows of a tile, which would meet in the cache")
-    shared_work: int = number(16, "operations", "at a point that are worth keeping for all rows")
-    shared_bytes: int = number(16384, "bytes", "of the arrays that keep them: half of a first-level cache")
-    shared_least: int = number(64, "points", "of such a block, at least: its loops are vectors")
-    shared_most: int = number(512, "points", "of such a block, at most")
-    cache_line: int = number(64, "bytes", "that come at once, and that two threads should not both write to")
-    prefetch_bytes: int = number(4096, "bytes", "of rows that are on their way at a time")
-    prefetch_nearest: int = number(4, "steps", "to ask ahead at least: memory takes as long")
-    prefetch_farthest: int = number(24, "steps", "to ask ahead at most: processors hold so many requests")
-    prefetch_longest: int = number(2048, "bytes", "of a row: a longer one the processor fetches by itself")
-    prefetch_cost: int = number(12, "operations", "to find a place, at most: it is found twice")
-    cached_bytes: int = number(1 << 20, "bytes", "of a table that the caches hold anyway")
+    transpose_side: int = number(64, "elements", "the side of a transposed tile along the vector variable")
+    transpose_bytes: int = number(256, "bytes", "the other side of a transposed tile: whole cache lines")
+    flat_work: int = number(6, "operations", "from this cost on, lines that do not fill vectors are walked as one line")
+    transpose_gap: int = number(8, "elements", "padding between rows of a tile, against conflicts in the cache")
+    shared_work: int = number(16, "operations", "the least cost of a value that is computed once for all rows and kept")
+    shared_bytes: int = number(16384, "bytes", "the largest arrays of such values: half of a first-level cache")
+    shared_least: int = number(64, "points", "the fewest points of a block that keeps such values, for vectors")
+    shared_most: int = number(512, "points", "the most points of such a block")
+    cache_line: int = number(64, "bytes", "the size of a cache line, which two threads should not both write to")
+    prefetch_bytes: int = number(4096, "bytes", "the amount of memory to prefetch at a time")
+    prefetch_nearest: int = number(4, "steps", "the shortest distance to prefetch ahead: memory takes that long")
+    prefetch_farthest: int = number(24, "steps", "the longest distance to prefetch ahead: processors queue that many")
+    prefetch_longest: int = number(2048, "bytes", "rows longer than this are prefetched by the processor itself")
+    prefetch_cost: int = number(12, "operations", "the most for computing an address to prefetch, which is done twice")
+    cached_bytes: int = number(1 << 20, "bytes", "a table up to this size stays in the caches, so it is not prefetched")
     # ---- scans
-    scan_columns: int = number(256, "columns", "scanned side by side")
-    scan_lanes: int = number(4, "columns", "fewer are no vector: a compiler writes them out, with states in registers")
-    scan_strip: int = number(16, "elements", "of a row before the next one has its turn: a line of the cache")
-    scan_parts: int = number(64, "parts", "of a long row")
-    scan_few: int = number(16, "rows", "with fewer of them threads must divide a row")
-    scan_long: int = number(1 << 15, "elements", "of a row that is worth dividing: it is gone over twice")
+    scan_columns: int = number(256, "columns", "the number of columns scanned side by side")
+    scan_lanes: int = number(4, "columns", "fewer are not vectorized, but unrolled, with states in registers")
+    scan_strip: int = number(16, "elements", "of a row that are scanned before the next row continues: a cache line")
+    scan_parts: int = number(64, "parts", "the number of parts into which a long row is cut")
+    scan_few: int = number(16, "rows", "with fewer rows than this, threads must share a row")
+    scan_long: int = number(1 << 15, "elements", "the shortest row that is worth sharing, as it is then read twice")
     # ---- scatters
-    scatter_parts: int = number(16, "parts", "that do not meet keep threads busy")
-    scatter_start: int = number(4096, "elements", "of the start that one thread fills at a time")
-    scatter_work: int = number(12, "operations", "from which on places and values are found in vectors, before writes")
-    scatter_taps: int = number(64, "elements", "that a point writes, at most, if they are")
-    scatter_points: int = number(64, "points", "of such a block, at least")
-    scatter_most: int = number(256, "points", "of such a block, at most")
+    scatter_parts: int = number(16, "parts", "so many parts that write to different places keep all threads busy")
+    scatter_start: int = number(4096, "elements", "the part of the initial target that one thread fills at a time")
+    scatter_work: int = number(12, "operations", "from this cost on, all is computed in vectors before it is stored")
+    scatter_taps: int = number(64, "elements", "the most elements that one point may write in that form")
+    scatter_points: int = number(64, "points", "the fewest points of such a block")
+    scatter_most: int = number(256, "points", "the most points of such a block")
     # ---- matrix products of our own
-    vector_bytes: int = number(32, "bytes", "of a vector that every CPU since 2013 has")
-    tile_vectors: int = number(3, "vectors", "of a tile at most: its width")
-    tile_highest: int = number(14, "rows", "of a tile at most: with two vectors each, 32 registers hold it")
-    tile_sums: int = number(8, "vectors", "of sums, or two multiplications a cycle wait for those four cycles before")
-    panel_bytes: int = number(512 << 10, "bytes", "of a factor that stays in the second-level cache while rows go past")
-    masks: int = number(64, "places of a window", "for which it is found once where a factor is zero")
-    panel_depth: int = number(1024, "elements", "of the depth of one")
-    block_columns: int = number(256, "columns of float32", "of a block in the second-level cache")
-    block_units: int = number(4, "cores", "that blocks are made for, where kernels go to machines that nobody knows")
-    block_depth: int = number(256, "elements", "of the depth of a block")
-    block_gap: int = number(64, "bytes", "between rows of an array: a power of two apart they share few cache lines")
-    dot_rows: int = number(12, "rows", "of a product that reads a factor along the depth where it is: with more "
-                           "of them it pays to bring it into the order of vectors")
-    dot_steps: int = number(10, "elements", "of the depth for each row of such a product at least, as the lanes of "
-                            "every sum are added up at the end")
-    dot_side: int = number(8, "rows or columns", "of a tile of such sums at most")
-    dot_reads: int = number(3, "products", "that take as long as to read one vector of a tile's row or column")
-    dot_join: int = number(6, "products", "that take as long as to add up the lanes of a vector")
-    dot_depth: int = number(1024, "elements", "of the depth at once: a tile's rows and columns stay in the first cache")
-    dot_block: int = number(48, "rows", "of a block, whose left factor stays in the second-level cache")
-    dot_columns: int = number(64, "columns", "of a block at most")
-    small_product: int = number(1 << 16, "products", "below which there is nothing to divide")
+    vector_bytes: int = number(32, "bytes", "the size of a vector that every CPU since 2013 has")
+    tile_vectors: int = number(3, "vectors", "the largest width of a tile of sums")
+    tile_highest: int = number(14, "rows", "the largest height of a tile: with two vectors a row, it fits 32 registers")
+    tile_sums: int = number(8, "vectors", "the fewest independent sums: two products a cycle take four cycles each")
+    panel_bytes: int = number(512 << 10, "bytes", "the part of a factor that stays in the second-level cache")
+    masks: int = number(64, "window positions", "up to so many, the positions with a zero factor are computed once")
+    panel_depth: int = number(1024, "elements", "the largest depth of a factor that is kept as a whole")
+    block_columns: int = number(256, "columns of float32", "the columns of a block in the second-level cache")
+    block_units: int = number(4, "cores", "the number assumed where kernels are compiled for unknown machines")
+    block_depth: int = number(256, "elements", "the depth of a block")
+    block_gap: int = number(64, "bytes", "padding between rows of an array, against conflicts in the cache")
+    dot_rows: int = number(12, "rows", "the most rows of a product that reads a factor in its own order, along the "
+                                       "depth; with more rows it pays to rearrange the factor for vectors")
+    dot_steps: int = number(10, "elements", "the least depth of such a product for each of its rows, since the lanes "
+                                            "of every sum are added at the end")
+    dot_side: int = number(8, "rows or columns", "the largest side of a tile of such sums")
+    dot_reads: int = number(3, "products", "the cost of loading one vector of a row or column of such a tile")
+    dot_join: int = number(6, "products", "the cost of adding the lanes of one vector")
+    dot_depth: int = number(1024, "elements", "the part taken at once: a tile's rows and columns stay in the cache")
+    dot_block: int = number(48, "rows", "the most rows of a block, whose left factor stays in the second-level cache")
+    dot_columns: int = number(64, "columns", "the most columns of such a block")
+    small_product: int = number(1 << 16, "products", "with fewer than this, the work is not divided among threads")
 
 
     def is_ragged(self, length: int, itemsize: int) -> bool:
@@ -192,30 +199,31 @@ class CpuTuning(Tuning):
 class PointTuning(Tuning):
     """GPUs in their C languages: work-items, groups and local memory."""
 
-    row_lines: int = number(512 << 10, "bytes", "of lines that a row leaves to the next: a cache still holds them then")
-    cascade: int = number(128, "elements", "that a work-item reduces on their own: errors of their sum do not pile up")
-    short_row: int = number(64, "elements", "a row up to it is one work-item's: a group would mostly wait")
-    smallest_group: int = number(32, "work-items", "run in step on every GPU")
-    lines: int = number(4, "accesses", "of a work-item under way at once; with more work-items there is more to join")
-    step: int = number(16, "elements", "of a work-item in each part of a row that does not fit into registers")
-    access_bytes: int = number(16, "bytes", "of the widest access")
-    registers: int = number(64, "registers of 32 bits", "that hold what a work-item has read")
-    part: int = number(8, "elements", "for which a work-item reads what it does not keep")
-    streamed_points: int = number(1 << 14, "points", "of a map from which on bandwidth counts, and not latency")
-    streamed_work: int = number(96, "operations", "at a point, at most: with more, memory does not have to hurry")
-    transpose_side: int = number(64, "elements", "of a tile in local memory")
-    group: int = number(256, "work-items", "of a group: enough for every GPU, and few enough for each")
-    groups: int = number(32, "groups", "that run at once, at least: four on each of eight cores")
-    band_rows: int = number(16, "rows", "walked side by side where they read the same: less than a tenth is read again")
-    band_share: int = number(8, "times less", "than all that is read: what is read again is not worth another order")
-    columns: int = number(32, "columns", "of a group that reduces them: a line of memory")
-    segment_step: int = number(2, "elements", "of a segment that a work-item has under way: most segments are short")
-    few_rows: int = number(4096, "rows", "leave a GPU idle if each is one work-item's")
-    scan_run: int = number(4, "elements", "of a work-item side by side in a row")
-    scan_columns: int = number(32, "columns", "of a group that scans them")
-    scan_few_columns: int = number(8, "columns", "of a group where there are few")
-    product_each: int = number(4, "rows and columns", "of a work-item's sums: 16 registers")
-    product_depth: int = number(16, "elements", "of the depth that are in local memory at once")
+    row_lines: int = number(512 << 10, "bytes", "neighbouring rows share cache lines if one row touches no more")
+    cascade: int = number(128, "elements", "a work-item adds so many to a sum of their own first, for smaller errors")
+    short_row: int = number(64, "elements", "the longest row that one work-item reduces: a group would be mostly idle")
+    smallest_group: int = number(32, "work-items", "the number that runs in step on every GPU")
+    lines: int = number(4, "accesses", "in flight for a work-item; with more work-items there is more to join")
+    step: int = number(16, "elements", "of a row that does not fit into registers, for each work-item at a time")
+    access_bytes: int = number(16, "bytes", "the size of the widest load or store")
+    registers: int = number(64, "registers of 32 bits", "those of a work-item that may hold loaded elements")
+    part: int = number(8, "elements", "the number that a work-item loads at a time if it does not keep them")
+    streamed_points: int = number(1 << 14, "points", "from this size on, bandwidth limits a map, and not latency")
+    streamed_work: int = number(96, "operations", "up to this cost per point, memory limits a map, and not computation")
+    transpose_side: int = number(64, "elements", "the side of a transposed tile in local memory")
+    group: int = number(256, "work-items", "the size of a group: enough to fill a GPU, and allowed on all of them")
+    groups: int = number(32, "groups", "the fewest that run at once on any GPU: four on each of eight cores")
+    band_rows: int = number(16, "rows", "rows that read the same data are walked side by side in bands of this size: "
+                                        "less than a tenth is read twice")
+    band_share: int = number(8, "times", "bands are used if repeated reads are more than the total divided by this")
+    columns: int = number(32, "columns", "the number that a group reduces side by side: one cache line")
+    segment_step: int = number(2, "elements", "of a segment, in flight for each work-item: most segments are short")
+    few_rows: int = number(4096, "rows", "with fewer, one work-item per row leaves most of a GPU idle")
+    scan_run: int = number(4, "elements", "the number of adjacent elements of a row that one work-item scans")
+    scan_columns: int = number(32, "columns", "the number that a group scans side by side")
+    scan_few_columns: int = number(8, "columns", "the same number if there are few columns")
+    product_each: int = number(4, "rows and columns", "the sums of one work-item: 4 x 4, in 16 registers")
+    product_depth: int = number(16, "elements", "the part of the depth that is in local memory at once")
 
 
 @dataclass(frozen=True)
@@ -223,110 +231,115 @@ class BlockTuning(Tuning):
     """GPUs in Triton: programs over tiles."""
 
     flat_maps: bool = True
-    cheap_beside_memory: int = number(16, "operations", "a root and a quotient: less than a trip through memory")
-    unroll: int = number(36, "steps", "constant windows up to it (3x3x3 and a bit) are written out")
-    warp: int = number(32, "threads", "that run in step")
-    most_warps: int = number(16, "warps", "of a program: more leave too few registers for each thread")
-    split_row: int = number(1024, "elements", "of a piece of a row: with longer ones few programs are under way")
-    thread: int = number(16, "elements", "of a thread that reduces: what it joins itself, it need not send to others")
-    thread_few: int = number(8, "elements", "of one where there are few programs: more threads have more under way")
-    held_values: int = number(48, "values", "that a thread reads and writes where it reduces: with more, its registers "
-                                            "leave too few threads to a processor")
-    access: int = number(4, "elements", "of an access of 16 bytes, of the widest dtype that is common")
-    access_most: int = number(16, "elements", "of an access of 16 bytes, of the narrowest dtype")
+    cheap_beside_memory: int = number(16, "operations", "a square root and a division: less than a store and a load")
+    unroll: int = number(36, "steps", "constant windows up to this size are unrolled: 3 x 3 x 3 and a bit")
+    warp: int = number(32, "threads", "the number that runs in step")
+    most_warps: int = number(16, "warps", "the most of one program; with more, each thread has too few registers")
+    split_row: int = number(1024, "elements", "the shortest piece of a split row: longer ones leave too few programs")
+    split_across: int = number(16, "rows", "of one program where some data is contiguous across rows: two sectors")
+    thread: int = number(16, "elements", "that each thread of a reduction combines without exchanging data")
+    thread_few: int = number(8, "elements", "the same number with few programs: more threads have more in flight")
+    held_values: int = number(48, "values", "the most that a thread of a reduction loads and stores; with more, its "
+                                            "registers leave room for too few threads")
+    access: int = number(4, "elements", "of the widest common dtype, in one access of 16 bytes")
+    access_most: int = number(16, "elements", "of the narrowest dtype, in one access of 16 bytes")
     # ---- maps
-    threads: int = number(128, "threads", "of a program that maps: four warps")
-    map_warp: int = number(64, "elements", "of a warp, at least: two of each thread")
-    held_reads: int = number(20, "reads", "of a thread at once: with more, fewer threads fit on a processor")
-    held_rows: int = number(64, "reads", "of a thread that joins rows, each of which it needs once")
-    thread_draws: int = number(32, "elements", "of a thread that draws numbers: what prepares a draw is shared")
-    shared_lanes: int = number(16, "lanes", "that share what is the same for all of them")
-    window_threads: int = number(128, "threads", "of one that gives each point a thread")
-    neighbour_threads: int = number(64, "threads", "of one whose points compute several windows")
-    tile: int = number(1024, "elements", "of a program: two accesses of 16 bytes for each thread")
-    transpose_side: int = number(64, "elements", "of the tile of a transposition")
-    transpose_few: int = number(32, "elements", "of one where there are few tiles")
-    enough_tiles: int = number(1024, "programs", "of a map that keep a GPU busy: eight of 128 threads on a processor")
-    phases: int = number(16, "elements", "that one point computes together, at most: its registers")
-    phase_values: int = number(4, "values", "of one variable that are written out")
-    phase_reads: int = number(4, "reads", "of a point that are cheaper than to write results one by one")
-    neighbours: int = number(4, "windows", "next to each other that one point computes")
-    warp_line: int = number(32, "elements", "of a row in a compact tile: one access of a warp")
+    threads: int = number(128, "threads", "the size of a program that computes a map: four warps")
+    map_warp: int = number(64, "elements", "the fewest for each warp: two per thread")
+    held_reads: int = number(20, "loads", "the most in flight per thread; with more, fewer threads fit on a processor")
+    held_rows: int = number(64, "loads", "the same limit for combining rows, where each element is used once")
+    thread_draws: int = number(32, "elements", "random numbers that a thread draws, since preparing a draw is shared")
+    shared_lanes: int = number(16, "lanes", "the most that share a value that is the same for all of them")
+    window_threads: int = number(128, "threads", "the size of a program that computes one window per thread")
+    neighbour_threads: int = number(64, "threads", "the same size if a point computes several windows")
+    tile: int = number(1024, "elements", "the number for each program of a map: two accesses of 16 bytes per thread")
+    transpose_side: int = number(64, "elements", "the side of a transposed tile")
+    layers: int = number(4, "tiles", "transposed together if some of what they read is the same")
+    tile_least: int = number(4, "elements", "the fewest that a tile reads across its lines")
+    transposed_bytes: int = number(192, "bytes", "of a transposed tile, the most that each thread reads at once")
+    transpose_few: int = number(32, "elements", "the same side if there are few tiles")
+    enough_tiles: int = number(1024, "programs", "so many keep a GPU busy: eight of 128 threads on a processor")
+    phases: int = number(16, "elements", "the most that one point computes together: they are in registers")
+    phase_values: int = number(4, "values", "the most values of one variable that are unrolled")
+    phase_reads: int = number(4, "loads", "up to this many per point cost less than stores of single elements")
+    neighbours: int = number(4, "windows", "the number of adjacent windows that one point computes")
+    warp_line: int = number(32, "elements", "the length of a line in a compact tile: one access of a warp")
     # ---- rows that are gathered
-    channel_piece: int = number(32, "channels", "that eight threads read at once, 16 bytes each: a line of memory")
-    channels: int = number(32, "channels", "of one program: what all programs read at a time shall stay in the cache")
-    gathered_points: int = number(32, "points", "next to each other")
-    gathered_lines: int = number(1, "lines of points", "where places are smooth, neighbours share what they read")
-    gathered_thread: int = number(8, "elements", "of one thread")
+    channel_piece: int = number(32, "channels", "loaded by eight threads at once, 16 bytes each: a cache line")
+    channels: int = number(32, "channels", "for each program: what all programs read at a time stays in the cache")
+    gathered_points: int = number(32, "points", "the number of adjacent points for each program")
+    gathered_lines: int = number(1, "lines of points", "for each program; with smooth indices, neighbours share loads")
+    gathered_thread: int = number(8, "elements", "the number for each thread")
     # ---- reductions
-    row: int = number(16384, "elements", "of a row that a program holds whole")
-    piece: int = number(2048, "elements", "of a row that goes by in pieces")
-    columns: int = number(64, "columns", "side by side where they are what is contiguous")
-    lanes: int = number(120, "hundredths", "of the columns, or of a map's points: with more lanes than that, those of "
-                                           "several axes are one")
-    lanes_at_run: int = number(150, "hundredths", "of a map's points, where sizes of the run are to be divided by")
-    written_out: int = number(1200, "expressions", "of a reduction whose rows are written out: more compile too slowly")
-    column_rows: int = number(64, "elements", "of a reduced axis that is held whole above columns")
-    column_tile: int = number(4096, "elements", "of columns that are held, where these are as wide as others")
-    sector: int = number(32, "bytes", "side by side, of the narrowest columns: what a cache asks memory for; twice "
-                                      "that is better, if there is room")
-    few_programs: int = number(66, "programs", "too few to fill a GPU: one for each second processor")
-    few_columns: int = number(16, "columns", "of a program then")
-    segment_items: int = number(8, "items", "of a segment read at once")
-    segment_elements: int = number(256, "elements", "of the segments that one program reduces side by side")
-    segment_warp: int = number(128, "elements", "of a warp: 512 bytes, which it reduces without the others")
-    segment_warps: int = number(4, "warps", "of a program that reduces segments")
-    enough_programs: int = number(264, "programs", "two on each of the processors of an H200")
-    resident: int = number(8, "programs", "of a processor, of 256 threads each, at most")
-    under_way: int = number(32 << 10, "bytes", "on their way to a processor that keep memory busy: its share of the "
-                                               "bandwidth takes as long as a read")
-    stages: int = number(4, "pieces", "of a row on their way at once")
-    shared_bytes: int = number(96 << 10, "bytes", "of shared memory that they may take: two programs on a processor")
+    row: int = number(16384, "elements", "the longest row that one program holds as a whole")
+    piece: int = number(2048, "elements", "the size of the pieces in which longer rows are read")
+    columns: int = number(64, "columns", "the number reduced side by side if columns are contiguous")
+    lanes: int = number(120, "hundredths", "above this share of the columns or points, axes of a tile are joined")
+    lanes_at_run: int = number(150, "hundredths", "the same limit for run-time sizes, where joined axes cost divisions")
+    written_out: int = number(1200, "expressions", "the most in unrolled rows; compile time grows with them")
+    column_rows: int = number(64, "elements", "the longest reduced axis that is held as a whole beside columns")
+    column_tile: int = number(4096, "elements", "the largest tile of columns that is held at the usual width")
+    sector: int = number(32, "bytes", "the narrowest columns: what a cache requests from memory; twice that is better")
+    across_least: int = number(4, "elements", "between results of a row: from then on a map transposes them")
+    few_columns: int = number(16, "columns", "the fewest for each program if there would be too few programs")
+    segment_items: int = number(8, "items", "the number of a segment's items that are loaded at once")
+    segment_elements: int = number(256, "elements", "of segments, reduced side by side by one program")
+    segment_warp: int = number(128, "elements", "the number for each warp, 512 bytes, which it reduces alone")
+    segment_warps: int = number(4, "warps", "the most of a program that reduces segments")
+    enough_programs: int = number(264, "programs", "two for each processor of an H200")
+    resident: int = number(8, "programs", "the most of 256 threads that one processor holds at once")
+    under_way: int = number(32 << 10, "bytes", "in flight for each processor to use its share of the bandwidth")
+    stages: int = number(4, "pieces", "the number of a row's pieces that are loaded ahead")
+    shared_bytes: int = number(96 << 10, "bytes", "of shared memory for these pieces: two programs fit on a processor")
     # ---- scans
-    scan_piece: int = number(2048, "elements", "of a tile of columns")
-    scan_alone: int = number(8192, "elements", "of a piece of a single row")
-    scan_row: int = number(16384, "elements", "of a row that is scanned in one piece")
-    scan_columns: int = number(32, "columns", "side by side where they are what is contiguous")
-    scan_programs: int = number(200, "programs", "fill a GPU where each has several pieces on their way")
-    scan_expensive: int = number(8, "times as many programs", "are worth a look-back where a combine takes the time")
-    scan_thread: int = number(64, "elements of 32 bits", "of a thread")
-    scan_thread_apart: int = number(16, "elements", "of a thread where each is an access of its own")
-    scan_thread_column: int = number(8, "elements", "of one whose accesses go down columns: its states take registers")
-    scan_combine: int = number(10, "operations", "of a combine above which it, and not memory, takes the time")
-    scan_window: int = number(128, "pieces", "before its own that a piece looks at at once")
-    scan_longest: int = number(256, "rows", "of a piece of columns")
-    scan_in_a_row: int = number(32, "pieces", "that wait for one another, as far as the longest allows")
-    scan_group: int = number(64, "pieces", "of columns between two prefixes, where the order is fixed")
-    product_line: int = number(16, "bytes", "the widest access, by which tensor cores are fed")
+    scan_piece: int = number(2048, "elements", "the size of a tile of columns")
+    scan_alone: int = number(8192, "elements", "the size of the pieces of a single row")
+    scan_row: int = number(16384, "elements", "the longest row that is scanned in one piece")
+    scan_columns: int = number(32, "columns", "the number scanned side by side if columns are contiguous")
+    scan_programs: int = number(200, "programs", "so many fill a GPU if each has several pieces in flight")
+    scan_expensive: int = number(8, "times", "as many programs are worth a look-back if the combine is expensive")
+    scan_thread: int = number(64, "elements of 32 bits", "the number for each thread")
+    scan_thread_apart: int = number(16, "elements", "for each thread if every element is an access of its own")
+    scan_thread_column: int = number(8, "elements", "for each thread if accesses go down columns: sums take registers")
+    scan_combine: int = number(10, "operations", "a combine that costs more than this takes longer than memory")
+    scan_window: int = number(128, "pieces", "the number of earlier pieces that a piece looks back at in one load")
+    scan_longest: int = number(256, "rows", "the most rows in a piece of columns")
+    scan_in_a_row: int = number(32, "pieces", "the most that wait for one another, as far as `scan_longest` allows")
+    scan_group: int = number(64, "pieces", "of columns between two prefixes, if the order of additions is fixed")
+    product_line: int = number(16, "bytes", "the size of the widest access, which tensor cores need")
     # ---- matrix products of our own (`TILES`)
-    processors: int = number(132, "processors", "of an H200, each of which holds a program or a few")
-    shared_most: int = number(227 << 10, "bytes", "of shared memory that one processor has for its programs")
-    threads_most: int = number(512, "threads", "of one processor that all have registers for sums")
-    tile_reads: int = number(44, "bytes", "that a processor reads of the cache in a cycle")
-    loose_reads: int = number(24, "elements", "of factors that it reads one by one in a cycle")
-    tile_registers: int = number(64, "registers", "of a thread beside its sums")
-    registers_most: int = number(65536, "registers", "of a processor")
-    operations: int = number(128, "operations", "of a processor in a cycle, that are none of tensor cores")
-    cycle_bytes: int = number(2000, "bytes", "that all processors together read and write in a cycle")
-    near: int = number(125, "hundredths", "of the least cost of a product: what the model does not tell apart")
-    tile_start: int = number(2600, "cycles", "until the first step of a tile has its factors, and to write results")
-    step_start: int = number(60, "cycles", "of a step in which nothing is multiplied")
-    share_start: int = number(10_000, "cycles", "to tell another program of a sum, and to hear of it: 1024 x 768 x "
-                                                "2048 took 30,000 in shares, and 14,000 in tiles")
-    sum_bytes: int = number(20, "bytes", "of sums that a processor leaves to others, or reads, in a cycle")
-    total_start: int = number(3000, "cycles", "of the launch that adds up what programs left")
-    total_threads: int = number(128, "threads", "of a program of it")
-    total_thread: int = number(4, "elements", "of one thread: an access of 16 bytes")
-    total_points: int = number(1 << 16, "results", "that are enough for these; with fewer, programs are warps")
-    total_across: int = number(16, "rows", "of a program that writes results in lines of rows: 32 bytes of halves")
-    factor_again: int = number(128, "rows or columns", "of a product for which a factor is computed, not written and "
-                                                       "read: one tile or two have it")
+    processors: int = number(132, "processors", "the number on an H200; each holds one or more programs")
+    shared_most: int = number(227 << 10, "bytes", "the shared memory of one processor")
+    threads_most: int = number(512, "threads", "the most of one processor that have enough registers for sums")
+    tile_reads: int = number(44, "bytes", "the amount that a processor reads from the cache in a cycle")
+    loose_reads: int = number(24, "elements", "the number of a factor's elements that it loads one by one in a cycle")
+    tile_registers: int = number(64, "registers", "those that a thread needs in addition to its sums")
+    registers_most: int = number(65536, "registers", "the number on one processor")
+    operations: int = number(128, "operations", "the number per cycle on one processor, outside of tensor cores")
+    cycle_bytes: int = number(2000, "bytes", "the amount that all processors together read and write in a cycle")
+    near: int = number(125, "hundredths", "of the least cost: products up to it count as equal in the model")
+    tile_start: int = number(2600, "cycles", "for loading the factors of a tile's first step, and storing its results")
+    step_start: int = number(60, "cycles", "the time in each step in which nothing is multiplied")
+    share_start: int = number(10_000, "cycles", "the time for passing a sum to another program: 1024 x 768 x 2048 took "
+                                                "30,000 in shares, and 14,000 in tiles")
+    sum_bytes: int = number(20, "bytes", "the amount of partial sums that a processor passes on, or reads, in a cycle")
+    total_start: int = number(3000, "cycles", "the time to launch the kernel that adds up partial sums")
+    total_threads: int = number(128, "threads", "the size of a program of that kernel")
+    total_thread: int = number(4, "elements", "the number for each of its threads: an access of 16 bytes")
+    total_points: int = number(1 << 16, "results", "the fewest for programs of that size; else a program is a warp")
+    total_across: int = number(16, "rows", "for each program if results are contiguous along rows: 32 bytes of halves")
+    factor_again: int = number(128, "rows or columns", "a factor is computed again, and not stored, for a product with "
+                                                       "at most this many: one or two tiles")
     # ---- scatters
-    tap_values: int = number(4, "values", "of one variable that is written out")
-    taps: int = number(16, "values", "of all variables that are written out")
-    tapped: int = number(2048, "elements", "of rows that are added in several places")
-    tapped_warp: int = number(512, "elements", "of a warp that adds rows")
-    scattered: int = number(256, "elements", "of a program that writes them one by one")
+    tap_values: int = number(4, "values", "the most values of one variable that are unrolled")
+    taps: int = number(16, "values", "the most values of all variables that are unrolled")
+    tapped: int = number(2048, "elements", "the size of a program that adds a row in several places")
+    tapped_warp: int = number(512, "elements", "the number for each warp of such a program")
+    scattered: int = number(256, "elements", "the size of a program that writes elements one by one")
+
+    def longest_column(self, itemsize: int) -> int:
+        """The longest column that is held with as many others as fill memory sectors."""
+        return self.row * itemsize // self.sector
 
     def even(self, length: int) -> int:
         """Rounds to a power of two, or to whole tiles, so that no lanes are idle."""
@@ -355,6 +368,7 @@ class ProductTile:
     warps: int
     group: int = 8
     least_steps: int = 4  # the fewest steps of a program, if all steps are divided among as many programs as possible
+    ends: int = 1  # results are computed and stored in so many parts of the columns, which takes less shared memory
     tail: int = 0  # operations that follow each sum
     loose: bool = False  # factors are loaded element by element, through registers
 
@@ -389,7 +403,7 @@ class ProductTile:
                           BLOCKS.threads_most // (BLOCKS.warp * self.warps)))
 
 
-WAYS = ("once", "turns", "shares", "pieces")
+WAYS = ("once", "turns", "roles", "shares", "pieces")
 PIECES = range(2, 33)  # pieces of the depth: a second launch reads so many at once
 
 
@@ -401,6 +415,13 @@ class Way:
     how: str = "once"
     pieces: int = 1
     turned: bool = False  # rows and columns are swapped
+
+    @property
+    def halves(self) -> bool:
+        """Whether the last tile of a part of the rows may have half of the height: 64 rows are what tensor cores take
+        together. The loop over a program's tiles has one height, as the compiler merges it with the one over the
+        depth."""
+        return self.how == "once" and self.tile.high >= 128
 
     def cost(self, sizes: Sequence[int], itemsize: int) -> float:
         """The modelled cost of a product, in cycles."""
@@ -416,7 +437,7 @@ class Way:
         each, after = -(-tiles // units), t.high * t.wide * t.tail / BLOCKS.operations
         if self.how == "once":
             return each * (steps * step + after) + -(-each // t.side_by_side(itemsize)) * once
-        if self.how == "turns":
+        if self.how in ("turns", "roles"):
             return each * (steps * step + after + once / 4) + once + BLOCKS.step_start
         if self.how == "pieces":
             programs, points = tiles * min(self.pieces, steps), rows * columns * batch
@@ -441,12 +462,14 @@ BLOCKS = BlockTuning()
 # Each was the fastest somewhere among 24 forms on an H200 (12 shapes, bfloat16); the first is as fast as cuBLAS from
 # 4096 rows, columns and depth on.
 TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 3, 8),
+         ProductTile(128, (256,), 128, 4, 8), ProductTile(128, (256,), 128, 4, 4),
          ProductTile(128, (128,), 128, 4, 4), ProductTile(128, (128,), 128, 4, 8), ProductTile(256, (128,), 128, 3, 8),
          ProductTile(128, (128, 64), 128, 4, 8), ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4),
          ProductTile(64, (64,), 256, 3, 4), ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4),
          ProductTile(128, (64,), 128, 4, 4), ProductTile(128, (64,), 128, 6, 4), ProductTile(128, (32,), 256, 4, 4),
          ProductTile(128, (128,), 128, 3, 4), ProductTile(128, (64, 16), 128, 5, 4),
          ProductTile(128, (64, 32), 128, 5, 4), ProductTile(128, (32,), 128, 4, 4), ProductTile(128, (16,), 128, 4, 4))
+
 
 @dataclass(frozen=True)
 class AttentionTile:

@@ -1,7 +1,7 @@
-// Calls of operators whose arguments are known but for their tensors.
+// Calls of operators whose arguments, except for the tensors, are known in advance.
 //
-// Everything else is converted once. A call puts its tensors, or views of them, among the rest and goes to the
-// dispatcher, which serves modes, autograd and profilers as ever.
+// The other arguments are converted once. A call inserts its tensors, or views of them, and goes through the
+// dispatcher, so that modes, autograd and profilers work as usual.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -18,7 +18,7 @@
 
 #include "guarded.h"
 
-// Of libtorch_python, whose own headers take long to compile.
+// From libtorch_python; its own headers take long to compile.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 
 namespace {
@@ -34,7 +34,7 @@ struct Released {
   ~Released() { PyEval_RestoreThread(state); }
 };
 
-// What torch warns of while Python is not held.
+// Keeps torch's warnings while the interpreter's lock is not held.
 struct Warnings final : c10::WarningHandler {
   std::vector<c10::Warning> seen;
   void process(const c10::Warning& warning) override { seen.push_back(warning); }
@@ -49,15 +49,15 @@ struct Warnings final : c10::WarningHandler {
   }
 };
 
-// Where a tensor of the call goes.
+// The position of a tensor among the arguments.
 struct Place {
   size_t argument;
   bool view = false;
   std::vector<int64_t> shape, strides;
   int64_t offset = 0;
-  bool within = false;  // the offset counts from where the tensor begins, not its memory
+  bool within = false;  // the offset counts from the start of the tensor, not of its storage
 
-  // Elements from the first to the last of a view.
+  // The number of elements of memory from the first to the last of a view.
   int64_t length() const {
     int64_t last = 1;
     for (size_t d = 0; d < shape.size(); ++d) {
@@ -70,10 +70,10 @@ struct Place {
 
 struct Prepared {
   c10::OperatorHandle op;
-  std::vector<IValue> known;  // of all arguments; nothing where a tensor goes
+  std::vector<IValue> known;  // all arguments; None in place of tensors
   std::vector<Place> places;
   std::vector<size_t> outputs;
-  bool single;  // the one result, and no tuple
+  bool single;  // one result is returned by itself, not in a tuple
 };
 
 // ---------------------------------------------------------------------------------------------------- constants
@@ -150,7 +150,7 @@ Tensor view_of(const Tensor& t, const Place& p) {
     as_strided.callBoxed(&stack);
     return stack[0].toTensor();
   }
-  int64_t length = p.length();  // nothing lies nowhere
+  int64_t length = p.length();  // an empty tensor needs no memory
   if (length != 0 && size_t(offset + length) * t.itemsize() > t.storage().nbytes())
     refuse("a view beyond the end of its memory");
   auto made = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(),
@@ -199,7 +199,7 @@ PyMethodDef calling = {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<vo
 // ------------------------------------------------------------------------------------------------------- module
 
 // (operator, overload, arguments, outputs): arguments are constants, `...` for a tensor, or a tuple (shape, strides,
-// offset, whether it counts from where the tensor begins) for a view of one.
+// offset, whether it counts from the start of the tensor) for a view of one.
 PyObject* make(PyObject*, PyObject* given) {
   const char *name, *overload;
   PyObject *args, *outputs;

@@ -1,11 +1,11 @@
 // The native core of the device "flambeau": memory, streams, events, generators and views, as PyTorch asks for them.
 //
-// PyTorch sees PrivateUse1. Behind it stands a driver, a table of functions that Python fills: only what is slow
-// anyway (new memory, copies, waiting) goes there. A storage's address is a name for device memory and not memory of
-// the host: it lies in a range that nobody may touch, so that a stray read faults where it happens.
+// PyTorch sees the backend PrivateUse1. It calls a driver, a table of functions that Python fills, but only for slow
+// operations: new memory, copies, waiting. A storage's address is only a name for device memory. It is in a range of
+// addresses that cannot be read or written, so that a stray access crashes where it happens.
 //
-// A driver's function takes the interpreter's lock. None is called while a lock of this file is held: another thread
-// may hold the interpreter's and wait for ours.
+// Functions of the driver take the interpreter's lock. They are never called while a lock of this file is held, because
+// another thread may hold the interpreter's lock and wait for ours.
 
 #define NDEBUG  // as PyTorch is built: the layout of some of its classes depends on it
 
@@ -55,7 +55,7 @@
 
 #include "known.h"
 
-// Of libtorch_python, whose own headers take long to compile.
+// From libtorch_python; its own headers take long to compile.
 struct _object;
 _object* THPGenerator_Wrap(const at::Generator& generator);
 
@@ -70,7 +70,7 @@ using c10::StreamId;
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr int kMostDevices = 16;
-constexpr StreamId kPooledStreams = 32;  // of each device, handed out in turns: queues are not free
+constexpr StreamId kPooledStreams = 32;  // of each device, given out in turn, because queues have a cost
 constexpr StreamId kAllStreams = -1;     // for the driver: the whole device, or the host
 
 // ---------------------------------------------------------------------------------------------------- the driver
@@ -94,7 +94,7 @@ struct Driver {
 };
 
 Driver driver{};
-// Tensors may outlive the interpreter, which the driver's functions live in.
+// Tensors may outlive the interpreter, and with it the driver's functions.
 std::atomic<bool> stopped{false};
 
 std::string complaint() {
@@ -125,7 +125,7 @@ thread_local Current current;
 
 DeviceIndex index_of(Device device) { return device.index() < 0 ? current.device : device.index(); }
 
-// Inside, another device is the current one.
+// Makes another device the current one within a scope.
 class On {
  public:
   explicit On(std::optional<Device> device) {
@@ -157,10 +157,10 @@ bool is_done(int64_t event) {
 
 // ---------------------------------------------------------------------------------------------------- the memory
 
-// Names for memory: addresses that the process owns and cannot touch.
+// Addresses that name device memory: the process reserves them, but cannot access them.
 class Addresses {
  public:
-  // 0 where none are left.
+  // Returns 0 if none are left.
   uint64_t take(size_t bytes) {
     auto& again = given_back_[bytes];
     if (!again.empty()) {
@@ -195,9 +195,9 @@ struct Block {
   uint64_t address;
   size_t size, requested;
   DeviceIndex device;
-  StreamId stream;                       // whose order makes reuse safe
+  StreamId stream;                       // memory is reused in this stream's order
   std::unordered_set<StreamId> users;    // other streams that use it
-  std::vector<int64_t> events;           // what they had to do when it was freed
+  std::vector<int64_t> events;           // of those streams, recorded when it was freed
 };
 
 using Stats = c10::CachingDeviceAllocator::DeviceStats;
@@ -206,7 +206,7 @@ using c10::CachingAllocator::StatType;
 
 constexpr size_t kSmallest = 512, kLarge = size_t(1) << 20;
 
-// Sizes repeat: few different ones are asked of the driver.
+// Rounds sizes, so that the driver is asked for few different ones.
 size_t rounded(size_t bytes) {
   if (bytes > kLarge) return (bytes + kLarge - 1) / kLarge * kLarge;
   size_t size = kSmallest;
@@ -221,8 +221,8 @@ void count(StatArray& stats, int64_t change, size_t size) {
   }
 }
 
-// Freed memory is kept for the stream that it was allocated on. What another stream uses (`recordStream`) waits until
-// that stream has done what was enqueued on it when the memory was freed.
+// The caching allocator. Freed memory is kept for the stream that it was allocated on. If another stream uses it too
+// (`recordStream`), it is only reused after the work that was enqueued on that stream when it was freed.
 class Memory final : public c10::DeviceAllocator {
  public:
   DataPtr allocate(size_t bytes) override {
@@ -348,14 +348,14 @@ class Memory final : public c10::DeviceAllocator {
     auto pool = pools_.find({device, stream});
     if (pool == pools_.end()) return nullptr;
     auto found = pool->second.lower_bound(size);
-    if (found == pool->second.end() || found->first > size + size / 4) return nullptr;  // mostly waste
-    found = std::prev(pool->second.upper_bound(found->first));  // freed last, so still in the caches
+    if (found == pool->second.end() || found->first > size + size / 4) return nullptr;  // most of it would be wasted
+    found = std::prev(pool->second.upper_bound(found->first));  // the one freed last may still be in the caches
     Block* block = found->second;
     pool->second.erase(found);
     return block;
   }
 
-  // Null where the device is full.
+  // Returns null if the device is full.
   Block* fresh(DeviceIndex device, StreamId stream, size_t size) {
     uint64_t address;
     {
@@ -388,7 +388,7 @@ class Memory final : public c10::DeviceAllocator {
                      now(stats.reserved_bytes), " reserved. ", reason);
   }
 
-  // Memory whose other users are done with it goes back to its pool; `wait`: until they are.
+  // Returns memory to its pool if other streams are done with it. `wait`: waits for them.
   void settle(bool wait) {
     std::vector<Block*> blocks;
     {
@@ -429,7 +429,7 @@ class Memory final : public c10::DeviceAllocator {
 };
 
 Memory& memory() {
-  static auto* only = new Memory;  // tensors may be freed after everything else
+  static auto* only = new Memory;  // never destroyed: tensors may be freed after everything else
   return *only;
 }
 
@@ -447,7 +447,7 @@ void Memory::release(void* data) {
     return;
   }
   hold.unlock();
-  if (stopped) return;  // nobody will ask for it any more
+  if (stopped) return;  // the memory is never used again
   try {
     for (StreamId user : block->users) block->events.push_back(record(block->device, user));
   } catch (const std::exception& error) {
@@ -459,7 +459,7 @@ void Memory::release(void* data) {
   m.pending_.push_back(block);
 }
 
-// Pinned memory of the host, for copies that run behind the host. The caller of such a copy keeps its tensor alive.
+// Pinned memory of the host, for asynchronous copies. The caller of such a copy keeps its tensor alive.
 class Pinned final : public at::HostAllocator {
  public:
   DataPtr allocate(size_t bytes) override {
@@ -474,7 +474,7 @@ class Pinned final : public at::HostAllocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 
-  // Nothing is kept back for later, so there is nothing to wait for, to empty or to count.
+  // Nothing is cached, so there is nothing to wait for, to empty or to count.
   bool record_event(void*, void*, Stream) override { return false; }
   void empty_cache() override {}
   at::HostStats get_stats() override { return {}; }
@@ -535,7 +535,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
 #if __has_include(<c10/core/DeviceCapability.h>)
-  c10::DeviceCapability getDeviceCapability(Device) const override { return {}; }  // all dtypes, if not by kernels
+  c10::DeviceCapability getDeviceCapability(Device) const override { return {}; }  // all dtypes
 #endif
 
   static Stream stream(DeviceIndex device, StreamId id) {
@@ -591,7 +591,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 // -------------------------------------------------------------------------------------------------- the profiler
 
-// What an operator took on the device: the time between two events on its stream, before and after it.
+// The device time of an operator: between two events on its stream, before and after it.
 struct Times final : torch::profiler::impl::ProfilerStubs {
   using Event = torch::profiler::impl::ProfilerVoidEventStub;
 
@@ -602,7 +602,7 @@ struct Times final : torch::profiler::impl::ProfilerStubs {
     auto* number = reinterpret_cast<void*>(::record(here, current.streams[size_t(here)]));
     *event = Event(number, [](void* given) { Guard().destroyEvent(given, 0); });
   }
-  // Microseconds.
+  // In microseconds.
   float elapsed(const Event* from, const Event* to) const override {
     Guard().synchronizeEvent(to->get());
     return float(Guard().elapsedTime(from->get(), to->get(), 0) * 1e3);
@@ -623,7 +623,7 @@ struct Times final : torch::profiler::impl::ProfilerStubs {
 
 // ----------------------------------------------------------------------------------------------- random numbers
 
-// A seed and how many numbers were drawn: a number is a function of both.
+// A generator's state: the seed, and how many numbers were drawn. Each number is a function of both.
 struct Generator final : c10::GeneratorImpl {
   explicit Generator(DeviceIndex device)
       : GeneratorImpl(Device(kType, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
@@ -736,11 +736,11 @@ void check_options(std::optional<at::Layout> layout, std::optional<bool> pin) {
   TORCH_CHECK(!pin.value_or(false), "only dense CPU tensors can be pinned");
 }
 
-// Under deterministic algorithms, what nobody has written yet is the same in every run. Memory that this package takes
-// for itself (no subclass and no mode looks at what it does) is written before it is read.
+// With deterministic algorithms, new memory is filled, so that it is the same in every run. Memory that this package
+// allocates for itself (`Unseen` in gate.h) is not: it is written before it is read.
 template <class Fill>
 void fill_unwritten(Fill&& fill) {
-  static thread_local bool filling = false;  // a kernel that fills may need memory itself
+  static thread_local bool filling = false;  // the kernel that fills may allocate memory itself
   const auto& context = at::globalContext();
   if (!context.deterministicAlgorithms() || !context.deterministicFillUninitializedMemory() || filling ||
       at::impl::PythonTorchFunctionTLS::get_disabled_state() == at::impl::TorchFunctionDisabledState::ALL_DISABLED)
@@ -786,7 +786,7 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at
   return self;
 }
 
-// What the host knows of a tensor, it knows of a view of all of its elements.
+// What the host knows about a tensor's elements also holds for a view of all of them.
 Tensor shared(const Tensor& self, Tensor view) {
   auto meta = self.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr();
   if (meta != nullptr) view.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
@@ -799,7 +799,7 @@ Tensor reshape_alias(const Tensor& self, at::IntArrayRef size, at::IntArrayRef s
   return shared(self, at::native::_reshape_alias(self, size, stride));
 }
 
-// Dimensions longer than one, in the order of their strides.
+// The dimensions longer than one, in the order of their strides.
 std::vector<std::pair<int64_t, int64_t>> steps(at::IntArrayRef size, at::IntArrayRef stride) {
   std::vector<std::pair<int64_t, int64_t>> found;
   for (size_t i = 0; i < size.size(); ++i)
@@ -816,8 +816,8 @@ Tensor as_strided(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stri
   return shared(self, std::move(made));
 }
 
-// Whether `tensor.data = from` keeps the tensor and gives it other memory, as it does between the CPU and CUDA. Sparse
-// tensors take parts of their own kind only.
+// Whether `tensor.data = from` keeps the tensor and replaces its memory, as it does between the CPU and CUDA. Sparse
+// tensors only accept their own kind.
 bool can_take_over(const Tensor& self, const Tensor& from) {
   static const Tensor& host = *new Tensor(at::detail::empty_cpu({0}, at::kFloat));
   auto dense = [](const Tensor& t) {
@@ -828,7 +828,7 @@ bool can_take_over(const Tensor& self, const Tensor& from) {
 }
 
 Tensor& set_storage(Tensor& self, c10::Storage storage, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
-  // ATen's own grows a storage that is too small, by a copy on the host.
+  // ATen's own function would grow a storage that is too small with a copy on the host.
   size_t needed = stride.empty()
       ? at::detail::computeStorageNbytesContiguous(size, self.itemsize(), size_t(offset))
       : at::detail::computeStorageNbytes(size, stride, self.itemsize(), size_t(offset));
@@ -868,11 +868,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // ----------------------------------------------------------------------------------------------- mixed precision
 
-// The policies that CUDA has, by the lists that PyTorch keeps for it. What CUDA refuses is in no list. Fourier transforms
-// are the CPU's, here as in the CPU's own policies: they know no bfloat16.
+// Autocast has the policies of CUDA, from PyTorch's lists. Operators that CUDA refuses are in none of them. Fourier
+// transforms run on the CPU, and have its policy, because they do not support bfloat16.
 namespace mixed {
 
-using namespace at;  // the lists expect it
+using namespace at;  // the lists need it
 
 #define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define FULL(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
@@ -906,7 +906,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 #include "device_profiler.h"
-#else  // torch has no place for ranges of a device from outside
+#else  // this torch cannot record ranges of external devices
 namespace ranges {
 void register_profiler() {}
 }  // namespace ranges
@@ -916,12 +916,12 @@ void register_profiler() {}
 
 namespace {
 
-// The engine has a thread for each device, started with the first backward of the process. If that one came before this
-// device, it is without; the engine itself never looks again.
+// Autograd's engine has a thread for each device, started at the first backward of the process. If that was before this
+// device was registered, there is none for it, and the engine does not look again.
 struct Threads : torch::autograd::Engine {
   static void add(int devices) {
     auto& engine = torch::autograd::Engine::get_default_engine();
-    if (!(engine.*(&Threads::thread_pool_shared_))) return;  // not started yet: it will ask how many there are
+    if (!(engine.*(&Threads::thread_pool_shared_))) return;  // not started yet: it will count the devices then
     auto& queues = engine.*(&Threads::device_ready_queues_);
     while (queues.size() < size_t(devices)) {
       queues.push_back(std::make_shared<torch::autograd::ReadyQueue>());
@@ -952,11 +952,11 @@ void flambeau_stop() { stopped = true; }
 
 int64_t flambeau_stream(int device) { return current.streams[size_t(device)]; }
 
-// Integers of this tensor, just now copied from the host, lie between these two, which are among them.
+// Notes the smallest and largest of a tensor's integers, which were just copied from the host.
 void flambeau_know(void* tensor, int64_t least, int64_t most) {
   know(*static_cast<c10::TensorImpl*>(tensor), least, most);
 }
 
-// With the interpreter's lock.
+// Called with the interpreter's lock.
 _object* flambeau_generator(int device) { return THPGenerator_Wrap(default_generator(DeviceIndex(device))); }
 }

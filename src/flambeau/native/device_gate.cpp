@@ -1,19 +1,19 @@
-// Gates of the device's operators: a call runs a program that was compiled for its like, or goes on to the kernel that
-// was there, which computes on the CPU.
+// Gates of the device's operators: a call runs a compiled program, or goes on to the original kernel, which computes on
+// the CPU.
 //
-// One boxed kernel stands before every operator; the schema says what is read, written and returned. A call is looked
-// up by what a program depends on: dtypes, sizes, strides, plain arguments, and which tensors are one. Numbers are in
-// the program at first; where they change from call to call, one with numbers as arguments takes its place. Python has
-// programs for many shapes; a shape that many calls have gets one of its own, after a number of calls that does not
-// depend on the clock, because sums may be taken in another order.
+// One boxed kernel is registered for every operator; the schema says what is read, written and returned. The key of a
+// call has all that a program depends on: dtypes, sizes, strides, plain arguments, and which tensors are the same.
+// Numbers are constants in the first programs. If they change from call to call, a program that takes them as arguments
+// serves. Programs are for many shapes; a shape that is used often gets one of its own. That depends on the number of
+// calls and not on time, because the order of additions may differ.
 //
-// A program checks the indices that it is given, and what it finds is raised when somebody waits for it. Where the host
-// knows that one is out of range, the CPU is asked instead, which says so at once.
+// A program checks its indices, and errors are raised when somebody waits for it. If the host knows of an index out
+// of range, the call goes to the CPU instead, which raises the error at once.
 
 #include "gate.h"
 #include "known.h"
 
-// Its own header takes long to compile.
+// Declared here, because its header takes long to compile.
 namespace at::native {
 bool resize_output(const Tensor& output, IntArrayRef shape);
 }
@@ -24,7 +24,7 @@ using State = Asking;
 
 const c10::DispatchKeySet kUsual = usual_keys(c10::DispatchKey::PrivateUse1);
 
-// ---------------------------------------------------------------------------------------- what a call looks like
+// ---------------------------------------------------------------------------------------------- keys of calls
 
 struct DeviceCall : Call {
   DeviceCall(const State& s, c10::ArrayRef<IValue> args) : Call(kUsual, true) {
@@ -71,7 +71,7 @@ struct Gate final : c10::OperatorKernel {
     return false;
   }
 
-  // Whether the host knows of an index that is out of range.
+  // Whether the host knows that an index is out of range.
   static bool outside(const Entry& e, const DeviceCall& call) {
     for (const Range& range : e.ranges) {
       const auto* held = known(*call.tensors[size_t(range.tensor)].unsafeGetTensorImpl());
@@ -94,7 +94,7 @@ struct Gate final : c10::OperatorKernel {
 
 // --------------------------------------------------------------------------------------------------- the module
 
-// open(name, overload) -> number of the gate, which stands from now on
+// open(name, overload) registers a gate -> its number
 PyObject* open(PyObject*, PyObject* args) {
   const char *name, *overload;
   if (!PyArg_ParseTuple(args, "ss", &name, &overload)) return nullptr;
@@ -108,7 +108,7 @@ PyObject* open(PyObject*, PyObject* args) {
   });
 }
 
-// entries(gate) -> how many kinds of calls a gate knows
+// entries(gate) -> the number of a gate's entries
 PyObject* entries(PyObject*, PyObject* args) {
   Py_ssize_t gate;
   if (!PyArg_ParseTuple(args, "n", &gate)) return nullptr;

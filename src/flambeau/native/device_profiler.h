@@ -12,7 +12,7 @@
 #include <set>
 #include <string_view>
 
-// Of torch/csrc/profiler/standalone/privateuse1_profiler.h, which wants flags of PyTorch's own build.
+// From torch/csrc/profiler/standalone/privateuse1_profiler.h, which needs the flags of PyTorch's own build.
 namespace torch::profiler::impl {
 class PrivateUse1ProfilerRegistry {
  public:
@@ -28,7 +28,7 @@ struct Range {
   std::string name;
   DeviceIndex device;
   StreamId stream;
-  int64_t from, to;  // events; when it is over, nanoseconds since the epoch
+  int64_t from, to;  // events; after the end, nanoseconds since the epoch
   int64_t correlation;
 };
 
@@ -45,7 +45,7 @@ struct Base {
 
 std::mutex lock;
 std::vector<Range> all;
-std::map<DeviceIndex, Base> bases;  // an event of each device whose time on the host's clock is known
+std::map<DeviceIndex, Base> bases;  // for each device, an event and its time on the host's clock
 thread_local std::vector<Call> calls;
 thread_local std::vector<uint64_t> correlations;
 
@@ -54,7 +54,7 @@ int64_t now() {
   return duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
 }
 
-// Views, and memory without contents.
+// Operators without work on the device: views, and empty memory.
 bool does_nothing(const at::RecordFunction& function) {
   if (std::string_view(function.name()).starts_with("aten::empty")) return true;
   auto name = function.operator_name();
@@ -92,7 +92,7 @@ std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& function) {
   bool wanted = device.has_value() && !stopped && !does_nothing(function);
   if (wanted)
     for (Call& outer : calls) outer.calls_another = true;
-  calls.emplace_back();  // `leave` takes it away, whatever happens here
+  calls.emplace_back();  // `leave` removes it, even after an error
   if (!wanted) return nullptr;
   StreamId stream = current.streams[size_t(*device)];
   mark_base(*device, stream);
@@ -123,7 +123,7 @@ class Session final : public libkineto::IActivityProfilerSession {
         {at::RecordScope::FUNCTION}));
   }
 
-  // Where the events were in time: the device's clock counts from an event that the host's clock knows.
+  // Converts events to times: the device's clock counts from an event whose time on the host is known.
   void stop() override {
     at::removeCallback(handle_);
     std::map<DeviceIndex, Base> known;

@@ -1,9 +1,9 @@
-// Gates before ATen operators: a call goes on to the kernel that was there, or to one of ours.
+// Gates before ATen operators: they pass a call to the original kernel, or to one of ours.
 //
-// A gate stands in the dispatch table at a backend's key, in the operator's own C++ signature: a call below the
-// operator's threshold costs a look at its sizes and a counter, some ten nanoseconds, and no Python. Larger calls, of
-// whatever signature, are looked up as those of the device are (gate.h). What is found there says whose turn it is;
-// Python is entered to ask, and to run a program of ours.
+// A gate is registered in the dispatch table for a backend's key, with the operator's own C++ signature. A call below
+// the operator's threshold only pays for reading its sizes and a counter, some ten nanoseconds, and calls no Python.
+// Larger calls are looked up like those of the device (gate.h). The entry says which kernel serves them; Python is
+// called for new entries, and to run our programs.
 
 #include "gate.h"
 
@@ -21,16 +21,16 @@ struct State : Asking {
   c10::DispatchKeySet usual;
 
   int64_t threshold = 0;
-  uint64_t measured = ~uint64_t(0);  // arguments whose elements count
+  uint64_t measured = ~uint64_t(0);  // bit mask of the arguments whose elements are compared with the threshold
 
   std::atomic<int64_t> ours{0}, originals{0};
-  c10::KernelFunction large;  // for calls from the threshold on
+  c10::KernelFunction large;  // serves calls from the threshold on
 
   State(c10::OperatorHandle handle, c10::DispatchKey key, c10::DeviceType type)
       : Asking(handle), dispatch_key(key), device(type), usual(usual_keys(key)) {}
 };
 
-// ---------------------------------------------------------------------------------------- what a call looks like
+// ---------------------------------------------------------------------------------------------- keys of calls
 
 int64_t elements(const Tensor& t) { return t.defined() ? t.numel() : 0; }
 int64_t elements(const std::optional<Tensor>& t) { return t.has_value() ? elements(*t) : 0; }
@@ -40,15 +40,15 @@ int64_t elements(const T&) { return 0; }
 struct LargeCall : Call {
   LargeCall(const State& s, c10::ArrayRef<IValue> args) : Call(s.usual, false) {
     for (size_t i = 0; i < args.size(); ++i) look(args[i], s.numbers[i], s.writes[i]);
-    plain = plain && !generator.defined();  // ours draw from the default one
+    plain = plain && !generator.defined();  // our kernels draw from the default generator
     if (plain) share();
-    plain = plain && !shares;  // kernels are made for arguments in memory of their own; what is read may share it
+    plain = plain && !shares;  // our kernels need memory of their own for written arguments
   }
 };
 
 // ------------------------------------------------------------------------------------------------ the decisions
 
-// Within a call that one gate has looked at, others do not look: an original that calls operators calls originals.
+// Set while a call is inside a gate: operators that it calls pass other gates without a look.
 struct Inside {
   static thread_local bool now;
   Inside() { now = true; }
@@ -60,7 +60,7 @@ void count_original(State& s) {
   if (!Inside::now) s.originals.fetch_add(1, std::memory_order_relaxed);
 }
 
-// The entry of a call that is not the original's.
+// The entry of a call that we serve; null if the original does.
 Entry* served(State& s, const LargeCall& call, c10::ArrayRef<IValue> args) {
   if (!call.plain || at::globalContext().deterministicAlgorithms() || at::in_parallel_region())
     return nullptr;
@@ -71,7 +71,7 @@ Entry* served(State& s, const LargeCall& call, c10::ArrayRef<IValue> args) {
 
 // ------------------------------------------------------------------------------------------------------ the gate
 
-// Calls that a gate looks at, whatever the operator.
+// The kernel for large calls of any operator.
 struct Large final : c10::OperatorKernel {
   explicit Large(State* state) : s(*state) {}
 
@@ -90,10 +90,10 @@ struct Large final : c10::OperatorKernel {
       s.ours.fetch_add(1, std::memory_order_relaxed);
       return s.give(*stack, made);
     }
-    // Behind its host a device reports an earlier call, which only ours can tell.
+    // On a device, the error may belong to an earlier call of ours, which the original would not repeat.
     if (s.device != c10::kCPU && !failure.memory) failure.raise();
-    original(keys, stack);  // raises what its users know
-    // If it did not: ours has written, in part, to what was to be changed.
+    original(keys, stack);  // raises the error that users know
+    // If it did not raise, our kernel may have changed the arguments in part.
     if (call.writes() && !failure.memory) failure.raise();
   }
 
@@ -126,7 +126,7 @@ struct Gate<Ret(Args...)> final : c10::OperatorKernel {
   State& s;
 };
 
-// Before operators of other libraries, whose signatures nobody compiled.
+// A gate before operators of other libraries, whose signatures are not known here.
 struct BoxedGate final : c10::OperatorKernel {
   explicit BoxedGate(State* state) : s(*state) {}
 
@@ -220,7 +220,7 @@ PyObject* close(PyObject*, PyObject* number) {
   });
 }
 
-// aside(on): whether calls of this thread pass all gates -> whether they did so far
+// aside(on) lets calls of this thread pass all gates -> whether they did before
 PyObject* aside(PyObject*, PyObject* on) {
   bool before = std::exchange(Inside::now, PyObject_IsTrue(on) != 0);
   return PyBool_FromLong(before);

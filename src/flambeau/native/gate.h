@@ -1,5 +1,5 @@
-// What all gates share: which calls are alike, Python's view of their arguments, how a program in Python is run, how an
-// error comes back, and the place in the dispatch table.
+// The common part of all gates: keys of calls, arguments as Python objects, running a program from Python, errors, and
+// registration with the dispatcher.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -25,12 +25,12 @@
 #include <utility>
 #include <vector>
 
-// Of libtorch_python, whose own headers take long to compile.
+// From libtorch_python; its own headers take long to compile.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 PyObject* THPGenerator_Wrap(const at::Generator& generator);
 
 struct Peek;
-// The kernel that an operator has now: the dispatcher shows it to this class only.
+// Gives access to an operator's current kernel: the dispatcher lets only this class read it.
 template <>
 class c10::TypedOperatorHandle<Peek> {
  public:
@@ -47,7 +47,7 @@ using torch::jit::Stack;
 using Words = c10::SmallVector<int64_t, 64>;
 using Tensors = c10::SmallVector<Tensor, 4>;
 
-// ---------------------------------------------------------------------------------------- what a call looks like
+// ---------------------------------------------------------------------------------------------- keys of calls
 
 int64_t bits(double x) {
   int64_t out;
@@ -61,17 +61,17 @@ size_t hash(const Words& words) {
   return size_t(h);
 }
 
-// Of a tensor of a backend that is nothing but memory: not sparse, quantized, conjugate, wrapped, named.
+// The dispatch keys of a backend's ordinary tensors: not sparse, quantized, conjugate, wrapped or named.
 c10::DispatchKeySet usual_keys(c10::DispatchKey key) {
   auto backend = c10::toBackendComponent(key);
   return c10::DispatchKeySet(key) | c10::getAutocastRelatedKeySetFromBackend(backend) |
          c10::getAutogradRelatedKeySetFromBackend(backend) | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
 }
 
-// Of a tensor on the CPU with one element.
+// The value of a CPU tensor with one element.
 at::Scalar value_of(const Tensor& t) {
   const void* data = t.const_data_ptr();
-  switch (t.scalar_type()) {  // what Python's numbers become; `item` takes as long as all the rest of a gate
+  switch (t.scalar_type()) {  // the dtypes of Python's numbers; `item` takes as long as the rest of a gate
     case at::kDouble: return *static_cast<const double*>(data);
     case at::kLong: return *static_cast<const int64_t*>(data);
     case at::kBool: return *static_cast<const bool*>(data);
@@ -89,18 +89,18 @@ struct Dropped {
 };
 using Owned = std::unique_ptr<PyObject, Dropped>;
 
-// Whether Python's error is none of a call's, but ends what its caller does: an interrupt, an exit.
+// Whether Python's error is not an Exception, but an interrupt or an exit, which must reach the caller.
 bool ends() { return PyErr_Occurred() != nullptr && !PyErr_ExceptionMatches(PyExc_Exception); }
 
-// Python's error as what PyTorch raises in the caller, whatever lies between.
+// Rethrows Python's error as a C++ exception that PyTorch turns back into a Python error.
 [[noreturn]] void pass_on() {
   python_error error;
   error.persist();
   throw error;
 }
 
-// Settings that programs depend on: whether somebody has ever changed them within a block, and what they come to here.
-// 0 is what the environment says.
+// The settings that programs depend on, as a number: 0 for those of the environment. `settings_changed` is set once a
+// block has changed any; from then on, `settings_here` is called for the number.
 const int64_t* settings_changed = nullptr;
 PyObject* settings_here = nullptr;
 
@@ -122,23 +122,23 @@ PyObject* watch(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// A call as words that decide which kernel serves it, and its tensors.
+// A call: its tensors, and its key as words. Calls with equal keys are served by the same kernel.
 struct Call {
   c10::DispatchKeySet usual;
-  bool scalars;       // those on the CPU take part by their value
-  bool plain = true;  // nothing in it that only the original knows how to treat
+  bool scalars;       // scalar tensors on the CPU count as numbers
+  bool plain = true;  // false if only the original kernel can handle the arguments
   c10::DeviceIndex device = -1;
-  Words words, values;  // numbers are among the values where they are looked at as such
+  Words words, values;  // values: numbers that may change from call to call
   c10::SmallVector<Tensor, 8> tensors;
-  c10::SmallVector<bool, 8> written;  // of the tensors
-  // Of a call that writes, for each tensor the first that is one with it, where one of the two is written: all that a
-  // program may know of memory which is the same. So it is part of the key.
+  c10::SmallVector<bool, 8> written;  // for each tensor
+  // For each tensor, the first one that is the same, if one of the two is written. It is part of the key, because it is
+  // all that a program knows about shared memory.
   c10::SmallVector<int64_t, 8> same;
-  bool shares = false;  // a tensor that is written is another argument too
+  bool shares = false;  // a written tensor is also another argument
   at::Generator generator;
 
   Call(c10::DispatchKeySet keys, bool by_value) : usual(keys), scalars(by_value) {
-    word(int64_t(c10::typeMetaToScalarType(c10::get_default_dtype())));  // of results, where integers go in
+    word(int64_t(c10::typeMetaToScalarType(c10::get_default_dtype())));  // the dtype of results of integers
     word(settings());
   }
 
@@ -165,7 +165,7 @@ struct Call {
 
   bool writes() const { return std::find(written.begin(), written.end(), true) != written.end(); }
 
-  // Once all arguments were looked at. What only overlaps with something that is written is the original's.
+  // Called after all arguments were seen. If a written tensor partly overlaps with another, the call is the original's.
   void share() {
     for (size_t i = 0; i < tensors.size(); ++i) same.push_back(int64_t(i));
     if (!writes()) return;
@@ -186,7 +186,7 @@ struct Call {
   }
 
  private:
-  // Its memory, from the first byte to behind the last; of addresses, since storages may share memory.
+  // Its memory, from the first byte to one past the last, as addresses, because different storages may share memory.
   static std::pair<uint64_t, uint64_t> span(const Tensor& t) {
     if (t.numel() == 0) return {0, 0};
     int64_t last = 0;
@@ -231,24 +231,24 @@ struct Call {
   }
 };
 
-// ------------------------------------------------------------------------------------------------- what serves it
+// -------------------------------------------------------------------------------------------------- table of calls
 
-// Calls that are alike.
+// Calls with the same key.
 struct Kind {
   Words key;
-  size_t number = 0;        // in the order of their first calls
-  std::atomic<int> turn{};  // who serves them; 0 at first
-  PyObject* run = nullptr;  // takes the list of a call's tensors, then of numbers; returns that of the results
-  uint64_t lifted = 0;      // the numbers that are arguments of the program, as bits
-  std::atomic<bool> used{true};  // since entries were last dropped
+  size_t number = 0;        // in the order of first calls
+  std::atomic<int> turn{};  // which kernel serves them; 0: unknown
+  PyObject* run = nullptr;  // takes a list of tensors, then numbers; returns a list of results
+  uint64_t lifted = 0;      // bit mask of the numbers that are arguments of the program
+  std::atomic<bool> used{true};  // since entries were last removed
   std::atomic<Kind*> next{};
 };
 
-// Entries, which are kinds, by their keys, found without a lock.
+// A hash table of entries (subclasses of Kind), with look-ups that take no lock.
 template <class Entry>
 class Table {
  public:
-  // While it exists, entries that were found stay where they are.
+  // While a Visit exists, entries are not freed.
   class Visit {
    public:
     explicit Visit(Table& table) : table_(table) { table_.visits_.fetch_add(1); }
@@ -258,7 +258,7 @@ class Table {
         table_.visits_.fetch_sub(1);
         return;
       }
-      // Nobody finds what was dropped, and if nobody else is here, nobody has found it before.
+      // Removed entries cannot be found any more. If there is no other visit, nobody holds one, and they are freed.
       std::vector<Entry*> dropped;
       {
         std::lock_guard<std::mutex> hold(table_.lock_);
@@ -279,7 +279,7 @@ class Table {
     Table& table_;
   };
 
-  // A new one where there is none; null where there are `most` already.
+  // Returns the entry of a key, a new one if there is none; null if the table has `most` entries already.
   Entry* at(const Words& key, size_t most = SIZE_MAX) {
     std::atomic<Kind*>& head = heads_[hash(key) % kHeads];
     if (Entry* e = find(head, key)) return e;
@@ -295,7 +295,7 @@ class Table {
     return e;
   }
 
-  // The same for whoever visits the table, which drops what was not used lately where there are `most`.
+  // The same for a visitor of the table. If there are `most` entries, those that were not used lately are removed.
   Entry* visited(const Words& key, size_t most) {
     Entry* e = at(key, most);
     if (e != nullptr) {
@@ -320,7 +320,7 @@ class Table {
     return nullptr;
   }
 
-  // Half of the entries at least: those that were not used since the last time, and then the oldest.
+  // Removes at least half of the entries: those that were not used since the last time, and then the oldest.
   void drop() {
     std::lock_guard<std::mutex> hold(lock_);
     auto kept = std::stable_partition(all_.begin(), all_.end(), [](Entry* e) { return !e->used.load(); });
@@ -345,7 +345,7 @@ class Table {
 
 // ------------------------------------------------------------------------------------------------------ Python
 
-// What our Python does with tensors is not the user's: no subclass and no mode looks at it.
+// Hides what our Python code does with tensors from the user's tensor subclasses and modes.
 struct Unseen {
   at::impl::TorchFunctionDisabledState before = at::impl::PythonTorchFunctionTLS::get_disabled_state();
   Unseen() {
@@ -398,7 +398,7 @@ struct Failure {
   }
 };
 
-// What a call of Python returned: a list of tensors, or null and an error.
+// Converts what Python returned: a list of tensors, or null with an error.
 bool answer(PyObject* returned, Tensors& out, Failure& failure) {
   Owned made(returned);
   if (made != nullptr) {
@@ -429,12 +429,12 @@ bool answer(PyObject* returned, Tensors& out, Failure& failure) {
   return false;
 }
 
-// The results of a program, or what it said against the call. It takes the tensors, then those of the numbers that
-// were lifted; `generators` runs it where the call brings a generator.
+// Runs a program: returns its results, or the reason of a failure. It takes the tensors, then the numbers that are
+// arguments. If the call has a generator, `generators` runs it.
 bool run(const Kind& kind, const Call& call, PyObject* generators, Tensors& out, Failure& failure) {
   Gil gil;
   Private guard;
-  Owned held(Py_NewRef(kind.run));  // another may take its place, with the lock that we have
+  Owned held(Py_NewRef(kind.run));  // it may be replaced while it runs
   uint64_t lifted = kind.lifted;
   Py_ssize_t at = 0;
   Owned list(PyList_New(Py_ssize_t(call.tensors.size()) + __builtin_popcountll(lifted)));
@@ -449,19 +449,19 @@ bool run(const Kind& kind, const Call& call, PyObject* generators, Tensors& out,
 
 // ------------------------------------------------------------------------------------------- the dispatch table
 
-// The dispatcher warns of a second kernel for one key, which is what a gate is for.
+// Drops warnings: the dispatcher warns about a second kernel for a key, and a gate is one.
 struct Silent final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// Before the kernel that an operator has at a key.
+// A gate's position in the dispatch table, before an operator's kernel for a key.
 struct Place {
   c10::OperatorHandle op;
   c10::KernelFunction original;
   std::optional<c10::RegistrationHandleRAII> registration;
-  std::vector<bool> numbers, dtypes, writes;  // of the arguments
-  std::vector<int> returns;                   // the argument that each result is, or -1
-  std::vector<bool> lists;                    // of the results
+  std::vector<bool> numbers, dtypes, writes;  // for each argument
+  std::vector<int> returns;                   // for each result, the argument that it is, or -1
+  std::vector<bool> lists;                    // for each result
 
   explicit Place(c10::OperatorHandle handle) : op(handle) {
     const auto& schema = op.schema();
@@ -496,7 +496,7 @@ struct Place {
     return given;
   }
 
-  // What was made takes the place of the arguments, or those that are the results do.
+  // Replaces the arguments on the stack by the results: new tensors, or arguments that are returned.
   void give(Stack& stack, Tensors& made) const {
     c10::SmallVector<IValue, 4> results;
     size_t next = 0;
@@ -511,33 +511,33 @@ struct Place {
   }
 };
 
-// ------------------------------------------------------------------------------------------- who serves a call
+// ------------------------------------------------------------------------------------------- asking for programs
 
 enum Turn : int { kUnknown, kOriginal, kOurs, kResize };
 
-// (gate, arguments, which of its tensors are one, which of its numbers are arguments, as bits) -> a program with the
-// ranges of the indices and of the numbers that it takes, which numbers are arguments, whether it is one for many
-// shapes and whether it serves; or shapes to resize to; or None; or False, where a later call shall ask again
+// (gate, arguments, which of its tensors are the same, mask of the numbers that are arguments) -> a program with the
+// ranges of the indices and of the numbers that it takes, the mask of its numbers, whether it is for many shapes, and
+// whether it serves; or shapes to resize to; or None; or False, if a later call should ask again
 PyObject* ask_python = nullptr;
 PyObject* hot_python = nullptr;  // (the same, whether to wait for it) -> a program for this shape alone, or None
 PyObject* with_generator = nullptr;  // (program, its list, generator) -> what the program returns
 
-constexpr int kPatience = 2;  // kinds of numbers that get programs of their own
-constexpr size_t kEntries = 1024;  // of a gate
-// Calls after which a program for one shape is made in the background, and after which it serves.
+constexpr int kPatience = 2;  // so many different numbers get programs of their own; then they become arguments
+constexpr size_t kEntries = 1024;  // for each gate
+// The number of calls after which a program for one shape is compiled in the background, and after which it serves.
 constexpr uint32_t kBegin = 64, kServe = 128;
 
-// The values that a tensor of indices may have.
+// The allowed values of a tensor of indices.
 struct Range {
   long long tensor, least, most;
 };
 
-// Numbers of a call that a program may take: eager refuses others, or has not been asked.
+// An interval of numbers that a program accepts: for others, eager raises errors, or was not tried.
 struct Interval {
   size_t number;
   bool real;
-  double least, most;  // of real ones
-  long long low, high; // of whole ones
+  double least, most;  // for real numbers
+  long long low, high; // for integers
 
   bool has(int64_t word) const {
     if (!real) return low <= word && word <= high;
@@ -549,15 +549,15 @@ struct Interval {
 
 struct Entry : Kind {
   std::vector<Range> ranges;
-  std::vector<Interval> numbers;             // of those that are arguments of the program, some for each
-  uint64_t asked = 0;                        // those that were to be
-  bool many = false;                         // the program is one for many shapes
-  bool serves = false;                       // it is better than the original
-  std::atomic<uint32_t> calls{};             // while it is
-  std::vector<std::vector<int64_t>> shapes;  // that the written tensors should have
-  // Of calls that are alike but for their numbers, which the key is without:
+  std::vector<Interval> numbers;             // for the numbers that are arguments of the program, several for each
+  uint64_t asked = 0;                        // the mask that was asked for
+  bool many = false;                         // the program is for many shapes
+  bool serves = false;                       // it is faster than the original
+  std::atomic<uint32_t> calls{};             // while `many` is set
+  std::vector<std::vector<int64_t>> shapes;  // to which written tensors are resized
+  // For calls that differ only in their numbers (the key has none):
   Words first;
-  uint64_t changed = 0;  // positions at which other numbers were seen, as bits
+  uint64_t changed = 0;  // bit mask of the numbers that have changed
   int kinds = 0;
 };
 
@@ -565,7 +565,7 @@ struct Entry : Kind {
 struct Asking : Place {
   using Place::Place;
   size_t number = 0;
-  PyObject* capturing = nullptr;  // whether a stream is being recorded, in which nothing is compiled; null: never
+  PyObject* capturing = nullptr;  // whether a stream is being captured, as nothing is compiled then; null: never
 
   Table<Entry> entries;
   std::mutex numbers_lock;
@@ -579,7 +579,7 @@ bool is_capturing(const Asking& s) {
   return yes;
 }
 
-// Python's view of an argument: numbers that PyTorch wrapped are numbers again.
+// An argument as a Python object. Numbers that PyTorch wrapped in tensors become numbers again.
 PyObject* shown(const IValue& x, bool dtype) {
   if (x.isTensor() && x.toTensor().defined() && x.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
     at::Scalar value = value_of(x.toTensor());
@@ -600,7 +600,7 @@ bool shapes_of(PyObject* list, std::vector<std::vector<int64_t>>& out) {
   return !PyErr_Occurred();
 }
 
-// The rows of a tuple.
+// Parses the rows of a tuple.
 template <class Row, class Parse>
 bool rows_of(PyObject* tuple, std::vector<Row>& out, Parse&& parse) {
   std::vector<Row> found(size_t(PyTuple_GET_SIZE(tuple)));
@@ -610,7 +610,7 @@ bool rows_of(PyObject* tuple, std::vector<Row>& out, Parse&& parse) {
   return true;
 }
 
-// A tuple (program, ((tensor, least, most), ...), ((number, is real, least, most), ...), lifted, for many shapes, serves).
+// Parses (program, ((tensor, least, most), ...), ((number, is real, least, most), ...), lifted, for many shapes, serves).
 bool program_of(PyObject* said, Entry& e) {
   PyObject *run, *ranges, *numbers;
   unsigned long long lifted;
@@ -635,10 +635,10 @@ bool program_of(PyObject* said, Entry& e) {
   return parsed;
 }
 
-// What Python says about a call; null where it failed.
+// Asks Python about a call; returns null if that failed.
 Owned said_by(PyObject* function, Asking& s, const Call& call, c10::ArrayRef<IValue> args, uint64_t lift,
               PyObject* last = nullptr) {
-  // As in a thread of its own: no mode and no guard of the caller's is there while something is compiled.
+  // Compilation must not see the caller's modes and guards, as if it ran in another thread.
   c10::impl::ForceDispatchKeyGuard keys(c10::default_included_set, c10::default_excluded_set);
   Unseen unseen;
   PyObject* (*view)(const IValue&, bool) = python;
@@ -647,7 +647,7 @@ Owned said_by(PyObject* function, Asking& s, const Call& call, c10::ArrayRef<IVa
   Owned number(PyLong_FromSize_t(s.number)), which(PyLong_FromUnsignedLongLong(lift));
   Owned same(PyTuple_New(Py_ssize_t(call.same.size())));
   for (size_t i = 0; i < call.same.size(); ++i) PyTuple_SET_ITEM(same.get(), Py_ssize_t(i), python(call.same[i]));
-  Silent silent;  // what a trial or torch's rules for shapes warn of is said again where it is meant
+  Silent silent;  // warnings of trials, and of torch's shape functions, are repeated by the call itself
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
   Owned said(PyObject_CallFunctionObjArgs(function, number.get(), given.get(), same.get(), which.get(), last, nullptr));
   if (said == nullptr) {
@@ -657,7 +657,7 @@ Owned said_by(PyObject* function, Asking& s, const Call& call, c10::ArrayRef<IVa
   return said;
 }
 
-// What serves calls like this one from now on.
+// Asks Python how to serve calls like this one from now on.
 void ask(Asking& s, Entry& e, const Call& call, c10::ArrayRef<IValue> args, uint64_t lift = 0) {
   Gil gil;
   if (is_capturing(s)) return;
@@ -669,14 +669,14 @@ void ask(Asking& s, Entry& e, const Call& call, c10::ArrayRef<IValue> args, uint
     if (e.shapes.empty() && shapes_of(said.get(), e.shapes)) turn = kResize;
     PyErr_Clear();
   } else if (said != nullptr && said.get() != Py_None) {
-    // Once: a call may be inside the one that is there.
+    // Only the first program is taken: another thread may be running it.
     if (e.run != nullptr || program_of(said.get(), e)) turn = e.serves ? kOurs : kOriginal;
     else PyErr_WriteUnraisable(ask_python);
   }
   e.turn.store(turn, std::memory_order_release);
 }
 
-// One more call of a shape whose program serves many.
+// Counts a call of a shape that is served by a program for many shapes.
 void count(Asking& s, Entry& e, const Call& call, c10::ArrayRef<IValue> args) {
   uint32_t calls = e.calls.fetch_add(1, std::memory_order_relaxed) + 1;
   if (calls != kBegin && calls != kServe) return;
@@ -690,7 +690,7 @@ void count(Asking& s, Entry& e, const Call& call, c10::ArrayRef<IValue> args) {
   e.turn.store(kOurs, std::memory_order_release);
 }
 
-// The positions of the numbers that change from call to call, as bits; none while few calls were seen.
+// The bit mask of the numbers that change from call to call; 0 as long as few calls were seen.
 uint64_t changing(Asking& s, Entry& alike, const Words& values) {
   if (values.size() > 64) return 0;
   std::lock_guard<std::mutex> hold(s.numbers_lock);
@@ -699,7 +699,7 @@ uint64_t changing(Asking& s, Entry& alike, const Words& values) {
   return alike.kinds < kPatience ? 0 : alike.changed;
 }
 
-// Whether a program was made for such numbers.
+// Whether a program accepts these numbers.
 bool takes(const Entry& e, const Words& values) {
   for (size_t i = 0; e.lifted >> i; ++i)
     if (e.lifted >> i & 1 && std::none_of(e.numbers.begin(), e.numbers.end(), [&](const Interval& n) {
@@ -708,7 +708,7 @@ bool takes(const Entry& e, const Words& values) {
   return true;
 }
 
-// The entry of a call, which is unknown still where Python is to be asked again.
+// The entry of a call. Its turn stays unknown if Python has to be asked again.
 Entry* decide(Asking& s, const Call& call, c10::ArrayRef<IValue> args) {
   Entry* e = s.entries.visited(call.words, kEntries);
   Entry& alike = *e;
@@ -744,7 +744,7 @@ PyObject* start(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Never freed: a call may stand in a gate while another thread takes it out, and tensors may outlive the interpreter.
+// Never freed: a call may be inside a gate while another thread removes it, and tensors may outlive the interpreter.
 template <class State>
 std::vector<std::unique_ptr<State>>& gates() {
   static auto* all = new std::vector<std::unique_ptr<State>>;

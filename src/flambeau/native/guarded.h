@@ -1,6 +1,6 @@
-// What C++ throws, raised in Python. To be included where Python.h and <exception> are.
+// Raises C++ exceptions in Python. Include it after Python.h and <exception>.
 
-// Of libtorch_python, whose own headers take long to compile.
+// From libtorch_python; its own headers take long to compile.
 namespace torch {
 void translate_exception_to_python(const std::exception_ptr& error);
 }

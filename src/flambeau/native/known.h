@@ -1,7 +1,7 @@
-// What the host knows of a tensor of the device: that it copied integers there, and between which two they lie.
+// What the host knows about a device tensor: that it copied integers there, and their smallest and largest value.
 //
-// An index out of range is an error at once where the host knows it. It is a hint and no more: a write to the memory
-// through another tensor is not noticed.
+// If the host knows that an index is out of range, the error is raised at once. This is only a hint: a write to the
+// memory through another tensor is not noticed.
 
 #include <c10/core/TensorImpl.h>
 
@@ -10,8 +10,8 @@
 namespace flambeau {
 
 struct Known final : c10::BackendMeta {
-  int64_t least, most;  // both are among the values
-  uint32_t version;     // of the tensor then
+  int64_t least, most;  // the smallest and largest value
+  uint32_t version;     // the tensor's version at that time
 
   Known(int64_t lo, int64_t hi, uint32_t at) : least(lo), most(hi), version(at) {}
 };
@@ -21,7 +21,7 @@ struct Known final : c10::BackendMeta {
 namespace {
 
 void know(c10::TensorImpl& t, int64_t least, int64_t most) {
-  if (t.is_inference()) return;  // nobody counts what is written to it
+  if (t.is_inference()) return;  // inference tensors have no version counter, so writes would not be noticed
   t.set_backend_meta(c10::make_intrusive<flambeau::Known>(least, most, t.version_counter().current_version()));
 }
 

@@ -1,7 +1,7 @@
-// Lists of tensors, thousands of them at every step: are they what they were, where is their memory, do they overlap?
+// Lists of thousands of tensors, at every step: have they changed, where is their memory, do they overlap?
 //
-// Torch's headers for tensors in Python take ten seconds to compile, those for tensors in C++ one. So where a Python
-// object keeps its tensor is found out when this is loaded (`open`), from what `_cdata` says of some tensors.
+// Torch's headers for tensors in Python take ten seconds to compile, and those for tensors in C++ one. So the offset at
+// which a Python object keeps its tensor is found when this is loaded (`open`), from `_cdata` of some tensors.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -19,7 +19,7 @@
 
 namespace {
 
-Py_ssize_t place = 0;  // of the tensor in its Python object
+Py_ssize_t place = 0;  // offset of the tensor in its Python object
 
 c10::TensorImpl* tensor_of(PyObject* object) {
   c10::TensorImpl* impl;
@@ -47,7 +47,7 @@ PyObject* open(PyObject*, PyObject* samples) {
 
 // ------------------------------------------------------------------------------------------------------ Watch
 
-// What kernels depend on, of one tensor.
+// The properties of one tensor that kernels depend on.
 struct Kind {
   PyTypeObject* type;
   c10::DispatchKeySet keys;
@@ -64,8 +64,8 @@ struct Kind {
 struct Watch {
   std::vector<size_t> lengths;  // of the lists
   std::vector<Kind> kinds;
-  std::vector<int64_t> shapes, bytes, addresses;  // bytes: those that a tensor reaches over, gaps included
-  std::vector<uint32_t> order;  // by address, of the tensors that are not empty
+  std::vector<int64_t> shapes, bytes, addresses;  // bytes: from a tensor's first to its last, with gaps
+  std::vector<uint32_t> order;  // the tensors that are not empty, by address
 };
 
 Watch* watch_of(PyObject* capsule) { return static_cast<Watch*>(PyCapsule_GetPointer(capsule, "watch")); }
@@ -74,7 +74,7 @@ Kind kind_of(PyObject* object, const c10::TensorImpl* t, size_t first) {
   return {Py_TYPE(object), t->key_set(), t->dtype(), t->device(), first, size_t(t->dim())};
 }
 
-// Elements from the first to the last in memory.
+// The number of elements of memory from the first to the last.
 int64_t reach(const c10::TensorImpl& t) {
   if (t.numel() == 0) return 0;
   int64_t last = 0;
@@ -82,7 +82,7 @@ int64_t reach(const c10::TensorImpl& t) {
   return last + 1;
 }
 
-// Without running any Python, so lists do not change meanwhile.
+// Runs no Python code, so the lists cannot change meanwhile.
 bool is_tensor(PyObject* object, PyObject* types) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == PyTuple_GET_ITEM(types, i)) return true;
@@ -115,7 +115,7 @@ PyObject* make(PyObject*, PyObject* args) {
   });
 }
 
-// Are the lists those that the watch was made of, but for where their memory is? Writes all addresses.
+// Whether the lists are those of the watch, except for addresses. Writes all addresses.
 PyObject* check(PyObject*, PyObject* args) {
   PyObject *capsule, *lists;
   unsigned long long out;
@@ -151,7 +151,7 @@ PyObject* check(PyObject*, PyObject* args) {
   });
 }
 
-// Whether no two of the tensors share memory, and all have some. Addresses seldom change their order.
+// Whether all tensors have memory, and no two share any. The order of addresses rarely changes.
 PyObject* apart(PyObject*, PyObject* capsule) {
   Watch* watch = watch_of(capsule);
   if (watch == nullptr) return nullptr;
@@ -166,7 +166,7 @@ PyObject* apart(PyObject*, PyObject* capsule) {
 
 // ------------------------------------------------------------------------------------------------------ others
 
-// Autograd learns that the tensors of a list were changed.
+// Tells autograd that the tensors of a list were changed.
 PyObject* changed(PyObject*, PyObject* list) {
   if (!PyList_Check(list)) return PyErr_SetString(PyExc_TypeError, "expected a list of tensors"), nullptr;
   return guarded([&]() -> PyObject* {
@@ -189,8 +189,8 @@ bool holds(PyObject* dict, PyObject* items) {
   return true;
 }
 
-// The gradients of parameters, if these are the same as before, have gradients in the same places, and the dicts with
-// their states are the same and hold the same; else None.
+// Returns the gradients of parameters, if parameters, the positions with gradients, and the dicts of states with their
+// contents are the same as before; else None.
 PyObject* gradients(PyObject*, PyObject* args) {
   PyObject *params, *known, *state, *dicts, *items;
   const char* mask;
@@ -212,7 +212,7 @@ PyObject* gradients(PyObject*, PyObject* args) {
     PyObject* grad = PyObject_GetAttr(p, name);
     same = grad != nullptr && (grad != Py_None) == (mask[i] != 0);
     if (same && mask[i]) {
-      // A tensor's hash is its address (torch.Tensor.__hash__); by another one, it would not be found.
+      // a tensor's hash is its address (torch.Tensor.__hash__)
       PyObject* dict = _PyDict_GetItem_KnownHash(state, p, Py_hash_t(reinterpret_cast<uintptr_t>(p)));
       PyObject* before = PyList_GET_ITEM(dicts, i);
       same = (dict == nullptr ? Py_None : dict) == before && (dict == nullptr || holds(dict, PyList_GET_ITEM(items, i))) &&
@@ -238,7 +238,7 @@ PyObject* numbers_at(const int64_t* addresses, Py_ssize_t count) {
   return made;
 }
 
-// Scalars in memory of the host, float or double: a list of them, or of one if all are equal.
+// The values of scalars in host memory, float or double: a list of one value if all are equal.
 PyObject* numbers(PyObject*, PyObject* args) {
   unsigned long long addresses;
   Py_ssize_t count, size;

@@ -38,7 +38,7 @@ from flambeau.ir.scalar import (
 )
 from flambeau.ops.facts import EVERYWHERE, ON_CUDA, WIDE, describe
 from flambeau.ops.registry import lower, lower_pointwise, pointwise, scalar_at, table
-from flambeau.ops.rounding import as_stored, by_kernels, mad, step, stored
+from flambeau.ops.rounding import as_stored, by_kernels, mad, rounds_to, step, stored
 from flambeau.torch_compat.prims import has_fma, prims
 
 aten = torch.ops.aten
@@ -280,16 +280,23 @@ _POWERS: dict[float, Callable[[Expr], Expr]] = {
 }
 
 
-@lower_pointwise(aten.pow, exact=WIDE)
+@lower_pointwise(aten.pow.Tensor_Tensor, aten.pow.Scalar, exact=WIDE)
+def general_power(base: Expr, exponent: Expr) -> Expr:
+    return base if base.op == "const" and base.attr == 1 else binary("pow", base, exponent)
+
+
+@lower_pointwise(aten.pow.Tensor_Scalar, exact=WIDE)
 def pow(base: Expr, exponent: Expr) -> Expr:
-    if base.op == "const" and base.attr == 1:
-        return base
-    if exponent.op == "const" and exponent.attr in _POWERS and (is_float(base.dtype) or exponent.attr >= 0):
-        return _POWERS[exponent.attr](base)
-    return binary("pow", base, exponent)
-
-
-general_power = pointwise(lambda base, exponent: binary("pow", base, exponent))
+    """The power of a number. Roots of minus zero and minus infinity are not their powers: a CPU has no roots of half
+    precision."""
+    power, rooted = binary("pow", base, exponent), not rounds_to(torch.float16) or build.graph().device == "cuda"
+    if exponent.op == "const" and exponent.attr in _POWERS:
+        special = abs(exponent.attr) != 0.5 or rooted if is_float(base.dtype) else exponent.attr >= 0
+        return _POWERS[exponent.attr](base) if special else power
+    if exponent.op != "const" and is_float(base.dtype) and rooted:
+        for root in (0.5, -0.5):
+            power = where(eq(exponent, root), _POWERS[root](base), power)
+    return power
 
 table("float", {aten.sqrt: sqrt, aten.reciprocal: lambda x: 1 / x}, exact=EVERYWHERE)
 table("float", {aten.rsqrt: rsqrt}, exact=ON_CUDA)

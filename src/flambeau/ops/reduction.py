@@ -13,9 +13,9 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.build import arg_combine, make_combine, simple_combine
 from flambeau.ir.dtypes import DType, accumulator, int_to_float, is_float, opmath
-from flambeau.ir.expr import Expr, cast, index_value, masked, where
-from flambeau.ir.index import ZERO, Index, about, is_positive, product
-from flambeau.ir.nodes import Combine, Shape, Value, contiguous_strides
+from flambeau.ir.expr import Expr, cast, index_value, loads, masked, where
+from flambeau.ir.index import ONE, ZERO, Index, about, is_positive, product
+from flambeau.ir.nodes import Combine, Shape, Value, as_indices, contiguous_strides, dim_vars
 from flambeau.ir.scalar import abs_, eq, exp, is_finite, log, maximum, minimum, ne, pow_, sqrt, square
 from flambeau.ops.facts import EVERYWHERE, describe, of_family
 from flambeau.ops.registry import lower, wrap_dims
@@ -60,6 +60,8 @@ def moments(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tupl
     """
     g = build.graph()
     longest, points = g.capabilities.row_elements, about(product(shape[a] for a in axes), g.typical, 0)
+    if (columns := narrowest_column(shape, axes, body)) is not None:
+        longest = g.capabilities.tuning.longest_column(columns) or longest
     if longest is not None and points > longest:
         return moments_at_once(shape, axes, dtype, body)
     n = count(shape, axes, dtype)
@@ -67,6 +69,20 @@ def moments(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tupl
     mean = build.pointwise(total.shape, lambda i: total.load(i) / n)
     spread = accumulate("sum", shape, axes, dtype, lambda i: square(body(i) - mean.load(outside(i, axes))))
     return mean, spread
+
+
+def narrowest_column(shape: Shape, axes: Sequence[int], body: Body) -> int | None:
+    """The bytes of the narrowest data that is contiguous along what is kept; None if some is along the rows, or if
+    that is unknown."""
+    vars, found = dim_vars(shape), list[int]()
+    for e in loads(body(as_indices(vars))):
+        b = build.graph().buffers[e.attr[0]]
+        steps = {} if b.strides is None else {k: b.place(e.attr[1]).coefficient(v) for k, v in enumerate(vars)}
+        along = [k for k, step in steps.items() if step is ONE and shape[k] is not ONE]
+        if any(k in axes for k in along):
+            return None
+        found += [e.dtype.itemsize for _ in along]
+    return min(found, default=None)
 
 
 def moments_at_once(shape: Shape, axes: Sequence[int], dtype: DType, body: Body) -> tuple[Value, Value]:

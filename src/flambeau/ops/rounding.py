@@ -42,6 +42,11 @@ def mad(a: Expr, b: Expr, c: Scalar) -> Expr:
     return fma(a, b, lift(c, a.dtype)) if build.policy().fuses_multiply_add and is_float(a.dtype) else a * b + c
 
 
+def rounds_to(dtype: DType) -> bool:
+    """Whether the formula is for tensors of this dtype."""
+    return _stored.get() is dtype
+
+
 def as_stored(x: Expr) -> Expr:
     """Round to the dtype of the tensors."""
     return round_to(x, _stored.get())

@@ -25,6 +25,7 @@ import torch
 from flambeau.compile import kept_by_dynamo
 from flambeau.config import config
 from flambeau.ir.numerics import wants_bits
+from flambeau.torch_compat.call_patches import CALLS, DISABLED, READINGS
 from flambeau.torch_compat.dynamo import (
     SKIP_FRAME,
     WRAPPER,
@@ -37,7 +38,7 @@ from flambeau.torch_compat.dynamo import (
     skip_code,
 )
 from flambeau.torch_compat.optim import READS, base_file, files
-from flambeau.torch_compat.patches import CALLS, FRAMES, OPTIMIZERS
+from flambeau.torch_compat.patches import FRAMES, OPTIMIZERS
 from flambeau.torch_compat.stream_patches import TRACED_STREAMS
 
 from . import parameter_groups
@@ -62,6 +63,8 @@ def install(backend: Callable[..., Any]) -> Routes | None:
         skip_code(inside.__code__)
     FRAMES.apply(functools.partial(passing, always, always | files((READS,)), ours, routes))
     CALLS.apply(ours)
+    DISABLED.apply()
+    READINGS.apply()
     return routes
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -206,11 +207,28 @@ def direct_outputs(p: Program) -> dict[int, str]:
             continue
         b = p.places[name]
         strides, offset = layout(p, v)
-        whole = (v.buffer == name or p.places[v.buffer].shape == b.shape) and v.shape == b.shape and all(
+        unchanged = v.shape == b.shape and all(
             s is t or n.at_most_one() for s, t, n in zip(strides, b.strides, b.shape, strict=True))
-        if whole and offset is as_index(0):
+        whole = unchanged or is_dense(v.shape, strides) and is_dense(b.shape, b.strides) and (
+            numel(v.shape) == numel(b.shape))
+        if whole and offset is as_index(0) and (v.buffer == name or p.places[v.buffer].shape == b.shape):
             found[k] = name
     return found
+
+
+def numel(shape: Sequence[Index]) -> Index:
+    return math.prod(shape, start=as_index(1))
+
+
+def is_dense(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
+    """Whether the memory has no gaps and no overlaps, in any order of its dimensions."""
+    step, left = as_index(1), [(s, n) for s, n in zip(strides, shape, strict=True) if n != as_index(1)]
+    while left:
+        found = next((k for k, (s, _) in enumerate(left) if s == step), None)
+        if found is None:
+            return False
+        step = step * left.pop(found)[1]
+    return True
 
 
 class Plan:
@@ -248,30 +266,17 @@ class Plan:
         if all(n.is_const and n.const > 0 for n in shape):
             return some
         # A tensor without elements takes no memory, whatever its other sizes are.
-        count = as_index(1)
-        for n in shape:
-            count = count * n
-        any_ = self.numbers.index(minimum(maximum(count, as_index(0)), as_index(1)))
+        any_ = self.numbers.index(minimum(maximum(numel(shape), as_index(0)), as_index(1)))
         return self.numbers.add("mul", any_, self.numbers.add("max", some, self.numbers.constant(0)))
 
     def out_strides(self, k: int) -> Sequence[Index]:
         v = self.outputs[k]
         if k in self.direct:
-            return self.p.places[self.direct[k]].strides
+            b = self.p.places[self.direct[k]]
+            return b.strides if v.shape == b.shape else layout(self.p, v)[0]
         strides = v.strides or layout(self.p, v)[0]
         # Dense views keep their memory order; expanded ones and those with gaps become contiguous.
-        return strides if self.is_dense(v.shape, strides) else contiguous_strides(v.shape)
-
-    @staticmethod
-    def is_dense(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
-        """Whether the memory has no gaps and no overlaps, in any order of its dimensions."""
-        step, left = as_index(1), [(s, n) for s, n in zip(strides, shape, strict=True) if n != as_index(1)]
-        while left:
-            found = next((k for k, (s, _) in enumerate(left) if s == step), None)
-            if found is None:
-                return False
-            step = step * left.pop(found)[1]
-        return True
+        return strides if is_dense(v.shape, strides) else contiguous_strides(v.shape)
 
     def add_buffer(self, place: int, which: int, nbytes: int, life: tuple[int, int] = (0, 0)) -> int:
         self.buffers.append([place, which, nbytes, *life])

@@ -141,6 +141,11 @@ def run_with(device: torch.device, before: torch.Tensor, op: Any, *args: Any,
         set_random_state(now, device)
 
 
+def read_here(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself: at this step of a program the host waits for it, and reads its number."""
+    return x
+
+
 def _several(x: Any) -> tuple[torch.Tensor, ...]:
     return tuple(x) if isinstance(x, Sequence) else (x,)
 

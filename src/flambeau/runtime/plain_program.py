@@ -24,7 +24,7 @@ from flambeau.ir.program import Program
 from . import launch_plan
 from .address_tables import Table
 from .launch_plan import Held, laid_out, on_device
-from .operator_calls import Prepared, Strided, run_and_save, run_with
+from .operator_calls import Prepared, Strided, read_here, run_and_save, run_with
 from .plain_data import Attributes, Codec, Malformed, Record
 from .recordable import Recordable
 from .streams.host_copies import fetch, send
@@ -44,12 +44,13 @@ INTERNED = (
     Attributes(Index, True, terms=tuple[tuple[tuple[Atom, ...], int], ...], const=int),
     Expressions(Expr, True, op=str, dtype=torch.dtype, args=tuple[Expr, ...], attr=Any),
 )
-# All dataclasses of four modules, and some from others.
+# All dataclasses and named tuples of four modules, and some from others.
 OURS = [kind for module in (attention, program, launch_plan, source) for kind in vars(module).values()
-        if is_dataclass(kind) and kind.__module__ == module.__name__]
+        if (is_dataclass(kind) or hasattr(kind, "_fields")) and kind.__module__ == module.__name__]
 RECORDS = (*INTERNED, Attributes(Held, tensor=torch.Tensor), *map(Record, (
     *OURS, Value, Host, Combine, Level, Fold, Bound, Table, Prepared, Strided, Recordable)))
-FUNCTIONS = (on_device, laid_out, run_and_save, run_with, send, fetch)  # functions that a program may call, by name
+# Functions that a program may call, by name.
+FUNCTIONS = (on_device, laid_out, read_here, run_and_save, run_with, send, fetch)
 
 
 def names(*values: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from flambeau.schedule.streams.order import accesses
 from flambeau.torch_compat.ops import HigherOrderOperator, OpOverload
 from flambeau.torch_compat.streams import NUMBERS
 
+from .operator_calls import read_here
 from .placement import flat
 from .streams.host_copies import send
 
@@ -57,7 +58,9 @@ def obstacles(p: Program, gm: fx.GraphModule, device: torch.device) -> Iterator[
     for s in p.steps:
         if isinstance(s, Call):
             op = s.target
-            if isinstance(op, HigherOrderOperator):
+            if op is read_here:
+                yield "the host reads a number of data"
+            elif isinstance(op, HigherOrderOperator):
                 yield f"{op.name()} runs on the host"
             elif isinstance(op, OpOverload):
                 if not facts(op).known:  # its effects are unknown, and a failed capture is costly

@@ -168,34 +168,59 @@ def line_of(names: Sequence[str], v: Sym, k: LoopKernel | ScanKernel, t: PointTu
 def block_loops(k: LoopKernel, t: BlockTuning) -> Form:
     if not k.inner:
         return Form("map")
-    length, many = volume(k.inner), t.few_programs * t.columns
-    few = k.about(volume(k.outer), many + 1) <= many
-    width = 1 if k.vector in k.inner else t.few_columns if few else t.columns
+    length = volume(k.inner)
     if k.bounds is not None:
-        return Form("segments", width)
-    if k.vector in k.inner:
-        width = rows_beside(k, t)
-    if k.vector in k.outer and length.is_const and (k.scratch or k.reads_again()):
+        return Form("segments")
+    kept = bool(k.scratch) or k.reads_again()
+    width = rows_beside(k, t) if k.vector in k.inner else columns_beside(k, t)
+    if k.vector in k.outer and length.is_const and kept:
         read = {e.attr[0] for e in loads(*k.everything())}
         held = held_columns(length.const, [p.dtype.itemsize for p in k.params if p.name in read], t)
+        if held and is_compact(k):  # a few columns of all rows are whole sectors
+            held = min(held, max(t.column_tile >> (length.const - 1).bit_length(), columns_of_block(k)))
         return Form("whole rows", held) if held else Form("rows in pieces", width)
     most = t.row if k.vector in k.inner else t.column_rows
-    if k.vector in k.inner and not (k.scratch or k.reads_again()):  # nothing is held for a later stage
+    if k.vector in k.inner and not kept:  # nothing is held for a later stage
+        if width < (wide := rows_beside(k, t, held=False)):  # pieces of more rows
+            return Form("rows in pieces", wide)
         most //= max(1, sum(not e.symbols().isdisjoint(k.inner) for e in loads(*k.everything())))
         if k.is_crossed():  # pieces are tiles, which cover whole cache lines in both directions
             return Form("rows in pieces", width)
     return Form("whole rows" if length.is_const and length.const <= most else "rows in pieces", width)
 
 
-def rows_beside(k: LoopKernel, t: BlockTuning) -> int:
+def columns_beside(k: LoopKernel, t: BlockTuning) -> int:
+    """The number of columns of one program: fewer if there would be too few programs to fill a GPU."""
+    width, columns = t.columns, k.about(volume(k.outer), t.columns * t.enough_programs)
+    while width > t.few_columns and columns < width * t.enough_programs:
+        width //= 2
+    return width
+
+
+def is_compact(k: LoopKernel) -> bool:
+    """Whether columns are so few that the rows of one block follow one another in memory, but for a gap no longer than
+    a row."""
+    v, last = k.vector, k.inner[-1]
+    steps = [at.coefficient(last) for _, at in k.accesses() if v in at.symbols() and last in at.symbols()]
+    return v is not None and v.size.is_const and bool(steps) and all(
+        s is not None and s.is_const and 0 < s.const <= 2 * v.size.const for s in steps)
+
+
+def columns_of_block(k: LoopKernel) -> int:
+    """The columns that lie side by side, as a power of two."""
+    assert k.vector is not None
+    return 1 << (k.vector.size.const - 1).bit_length()
+
+
+def rows_beside(k: LoopKernel, t: BlockTuning, held: bool = True) -> int:
     """The number of rows that one program processes side by side. If a buffer is contiguous across the rows, as many as
-    fill memory sectors of it, as long as a tile has room for them and enough programs remain."""
+    fill memory sectors of it, as long as enough programs remain, and a tile has room for them if they are `held`."""
     across = k.across_rows()
     if not across:
         return 1
     length = k.about(volume(k.inner), t.row + 1)
     width = 2 * t.sector // min(p.dtype.itemsize for p in k.params if p.name in across)
-    if length <= t.row:
+    if held and length <= t.row:
         width = min(width, t.row >> (length - 1).bit_length())
     rows = k.about(volume(k.outer), width * t.processors)
     while width > 1 and rows < width * t.processors:

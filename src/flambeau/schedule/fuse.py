@@ -7,13 +7,17 @@ regrouping of dimensions) and reads the group's results only at its own point, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index, volume
-from flambeau.ir.nodes import Contract, Extern, Graph, Node, Partial, Pointwise, Reduce, Segment
+from flambeau.ir.needs import Needs
+from flambeau.ir.nodes import Contract, Graph, Node, Partial, Pointwise, Reduce, Segment
+from flambeau.ir.tuning import Tuning
+
+from .crossings import row_reads, writes_across
 
 MOST_MEMBERS = 48
 MOST_BUFFERS = 48
@@ -65,25 +69,24 @@ class Single:
         return [self.node]
 
 
-def fuse(graph: Graph) -> list[Group | Single]:
-    """The groups of a graph, in an order that respects every dependency."""
+def fuse(graph: Graph, t: Tuning, stored: Collection[str]) -> list[Group | Single]:
+    """The groups of a graph, in an order that respects every dependency. `stored`: buffers that must be in memory."""
     groups: list[Group | Single] = []
     home: dict[str, int] = {}  # buffer -> position of the group that computes it
     sizes = {name: b.numel for name, b in graph.buffers.items()}
-    born: dict[Sym, int] = {}  # a size that data decides -> position of the call whose result has it
+    needs = Needs(graph)
     near: dict[str, list[int]] = {}  # buffer -> positions of the groups that read or write it
     for n in graph.nodes:
         reads = n.reads()
-        first = max((home[r] for r in reads if r in home), default=-1)
-        if born:
-            first = max((first, *(born[s] for s in symbols_of(n) if s in born)))
+        first = max((home[r] for r in needs.of(n) if r in home), default=-1)
         place = None
         if isinstance(n, (Pointwise, Reduce)) and not isinstance(n, Contract):
             # Of the many groups that read a common value, such as a learning rate, only the latest are candidates.
             known = {q for r in reads for q in (*near.get(r, ())[-MOST_NEAR:], home.get(r, -1)) if q >= max(first, 0)}
             beside = {q for r in reads if r in home for m in groups[home[r]].nodes for name in m.names
                       for q in near[name][-MOST_NEAR:] if q >= max(first, 0)} if is_small(n.vars, n) else set()
-            place = _find(groups, n, reads, sorted(known | beside), sizes, beside)
+            place = _find(groups, n, reads, sorted(known | beside), sizes, beside,
+                          lambda g, n, j: n.names[0] in stored and is_across(g, n, j, graph, t))
         if place is None and isinstance(n, Partial):
             n = n.plain
             reads = n.reads()
@@ -102,19 +105,7 @@ def fuse(graph: Graph) -> list[Group | Single]:
         for name in (*reads, *n.names):
             if not (there := near.setdefault(name, [])) or there[-1] != place:
                 there.append(place)
-        if isinstance(n, Extern):
-            given = set(born).union(*(i.symbols() for v in n.values() for i in v.shape))
-            made = frozenset().union(*(i.symbols() for name in n.names for i in graph.buffers[name].shape))
-            born |= dict.fromkeys(made - given, place)
     return groups
-
-
-def symbols_of(n: Node) -> set[Sym]:
-    """The symbols in a node's loop sizes and expressions."""
-    out: set[Sym] = set().union(*(e.symbols() for e in n.exprs()))
-    for v in getattr(n, "vars", ()):
-        out |= v.size.symbols()
-    return out
 
 
 def is_small(vars: Iterable[Sym], n: Node) -> bool:
@@ -124,10 +115,10 @@ def is_small(vars: Iterable[Sym], n: Node) -> bool:
 
 
 def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[int], sizes: dict[str, Index],
-          beside: set[int]) -> int | None:
+          beside: set[int], apart: Callable[[Group, Node, Joined], bool]) -> int | None:
     """Add n to the best of the groups at `where` and return its position; None if it can join none. `beside`: groups
     that read results of a group that n reads from too; a small reduction costs nothing extra there, even if it shares
-    no buffer with them."""
+    no buffer with them. `apart`: whether n is better on its own than in a group that it can join."""
     best: tuple[int, int, bool] | None = None
     chosen = None
     for position in where:
@@ -138,7 +129,7 @@ def _find(groups: list[Group | Single], n: Node, reads: set[str], where: list[in
         if not (shared or position in beside) or len(g.reads | reads) + len(g.written) > MOST_BUFFERS:
             continue
         joined = _join(g, n)
-        if joined is None:
+        if joined is None or apart(g, n, joined):
             continue
         if joined.fine != g.fine:
             shared &= _read_together(g, n, joined)
@@ -171,6 +162,27 @@ def _read_together(g: Group, n: Node, j: Joined) -> set[str]:
     for m in g.members:
         theirs |= {name for name, _ in mine & places(member_exprs(m), regroup)}
     return theirs
+
+
+def is_across(g: Group, n: Node, j: Joined, graph: Graph, t: Tuning) -> bool:
+    """Whether a map writes across what the group's reductions read, and reads only their results of the group."""
+    if not isinstance(n, Pointwise) or j.level != "full" or not j.axes or graph.policy.exact:
+        return False
+    if any(g.written[r][1] == "full" for r in n.reads() & g.written.keys()):
+        return False
+    vars = [Sym(f"g{i}", size) for i, size in enumerate(j.fine)]
+    reduced = {vars[k] for k in j.axes}
+    regroup, reads = _regrouping(g, j.fine), list[Index]()
+    for m in g.members:
+        if isinstance(m.node, Reduce):
+            mapping = {v: i.subs(regroup) for v, i in m.mapping.items()}
+            reads += row_reads(graph, m.node, {**ones(m.node), **mapping}, reduced)
+    at = [ZERO if v.size is ONE else j.mapping[v] for v in n.vars]
+    return bool(reads) and writes_across(graph, n, at, reads, vars, reduced, t)
+
+
+def ones(n: Pointwise | Reduce) -> Mapping:
+    return {v: ZERO for v in n.vars if v.size is ONE}
 
 
 def has_windows(n: Node) -> bool:
@@ -389,5 +401,4 @@ def member_exprs(m: Member) -> tuple[Expr, ...]:
     n = m.node
     assert isinstance(n, (Pointwise, Reduce))
     exprs = n.inputs if isinstance(n, Reduce) else (n.body,)
-    ones = {v: ZERO for v in n.vars if v.size is ONE}
-    return tuple(e.subs({**ones, **m.mapping}) for e in exprs)
+    return tuple(e.subs({**ones(n), **m.mapping}) for e in exprs)

@@ -20,6 +20,7 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import OPS, SIMPLE, Expr, cost_of, held, index_children, loads, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, about, as_index, volume
+from flambeau.ir.needs import Needs
 from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 from flambeau.ir.tuning import Tuning
 
@@ -47,14 +48,14 @@ class Body:
 
 def prune(graph: Graph) -> None:
     """Drop the nodes that no output, mutation or kept node needs."""
-    needed = {o.buffer for o in graph.outputs if isinstance(o, Value)}
-    needed |= {n for n, _ in graph.mutations} | {v.buffer for _, v in graph.mutations}
+    needs = Needs(graph)
+    needed = needs.of_results([*graph.outputs, *(v for _, v in graph.mutations)]) | {n for n, _ in graph.mutations}
     kept: list[Node] = []
     for n in reversed(graph.nodes):
         effect = isinstance(n, Extern) and has_effect(n)
         if effect or any(name in needed for name in n.names):
             kept.append(n)
-            needed |= n.reads()
+            needed |= needs.of(n)
     graph.nodes = kept[::-1]
 
 

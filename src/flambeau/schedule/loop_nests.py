@@ -304,10 +304,11 @@ def choose_vector(d: NestDraft, candidates: Sequence[Sym], t: Tuning) -> Sym | N
     return best
 
 
-def span(v: Sym, d: NestDraft, t: Tuning) -> Index:
-    """The extent of a variable together with the variables that the indices walk as one with it. For an outer variable
-    of a reduction, only indices at inner points count; for a map on a machine with `flat_maps`, only the stores."""
-    left = [w for w in (d.inner if v in d.inner else d.outer) if w is not v]
+def span(v: Sym, d: NestDraft, t: Tuning, without: Sym | None = None) -> Index:
+    """The extent of a variable together with the variables that the indices walk as one with it, except `without`. For
+    an outer variable of a reduction, only indices at inner points count; for a map on a machine with `flat_maps`, only
+    the stores."""
+    left = [w for w in (d.inner if v in d.inner else d.outer) if w is not v and w is not without]
     length, inner = v.size, frozenset(d.inner)
     main = [i for i in d.indices() if inner & i.symbols()] if inner and v not in inner else list(d.indices())
     if t.flat_maps and not inner:
@@ -394,20 +395,27 @@ def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning
     """A second variable that is contiguous where the vector variable jumps (a transposition); None if there is none."""
     if vector is None:
         return None
-    # Lines shorter than a vector: a tile is walked as one line, if all accesses that are not transposed allow it.
+    # Lines shorter than a vector: a tile is walked as one line, if all accesses that are not transposed allow it; or
+    # lines that the results walk as one are.
     short = d.about(vector.size, t.transpose_least) < t.transpose_least
-    if short and not (t.flat_tiles and vector.size.is_const):
+    if short and not (t.flat_tiles and vector.size.is_const or t.flat_maps):
         return None
+
+    def is_long(v: Sym) -> bool:
+        together = t.flat_maps and d.about(span(vector, d, t, without=v), t.transpose_least) >= t.transpose_least
+        return together or t.flat_tiles and flat(d, v, vector)
+
     votes: dict[Sym, int] = {}
     for _, address, _ in d.accesses():
         c = address.coefficient(vector)
-        # Quotients of the variable, as in a repeat, jump as well. Nothing is known about addresses that data decide.
-        if c is ONE or c is ZERO or c is None and any(isinstance(a, Dyn) for a in address.atoms()):
+        # Quotients of the variable, as in a repeat, jump as well. Nothing is known about addresses that data decide,
+        # except that they are contiguous along another variable.
+        if c is ONE or c is ZERO or c is None and not t.flat_maps and any(isinstance(a, Dyn) for a in address.atoms()):
             continue
         for v in vars:
             if v is not vector and address.coefficient(v) is ONE \
-                    and d.about(merged_size(v, vars, d), t.vector_least) >= t.vector_least \
-                    and not (short and not flat(d, v, vector)):
+                    and d.about(merged_size(v, vars, d), t.tile_least) >= t.tile_least \
+                    and (not short or is_long(v)):
                 votes[v] = votes.get(v, 0) + 1
     return max(votes, key=lambda v: votes[v]) if votes else None
 

@@ -166,8 +166,8 @@ def steps_of(graph: Graph, caps: Capabilities, check: bool, p: ProgramDraft, see
         widen_columns(graph, caps.tuning)
     if check:
         verify(graph, "after inlining")
-    groups = fuse(graph)
     hard = materialised(graph)
+    groups = fuse(graph, caps.tuning, hard)
     stored = set(reads_elsewhere(groups, set(hard)))
     within = {name for name, why in hard.items() if why == COMPARED} - set(reads_elsewhere(groups, set()))
     steps: list[Step] = []

@@ -26,7 +26,7 @@ from flambeau.ir.nodes import (
     dim_vars,
 )
 from flambeau.ir.program import CHUNK
-from flambeau.ir.tuning import Tuning
+from flambeau.ir.tuning import BlockTuning, Tuning
 
 from .forms import held_columns
 from .loop_nests import FLOAT, distance
@@ -108,13 +108,16 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     if short is not None:  # each of its elements is a column, next to those of the kept variable that continues lines
         points, results = points // short.size.const, results * short.size.const
     rows = short is None and reduces_contiguous(graph, n)
-    across = rows and written_across(graph, n, t.vector_least)
+    # In Triton, a map that writes across rows is a kernel of its own (`crossings.py`).
+    across = rows and not isinstance(t, BlockTuning) and written_across(graph, n, t.vector_least)
     if is_staged(graph, n) and is_held(n, points, rows, caps):
         return [n]
-    programs = results if rows and not across else -(-results // t.split_columns)
-    least = t.split_row if rows and not across else t.split_piece // t.split_columns
+    mixed = rows and not across and reads_across(graph, n, t)
+    side = t.split_columns if across or not rows else t.split_across if mixed else 1
+    programs = -(-results // side)
+    least = t.split_piece // side if side > 1 else t.split_row
     halves = 1 if rows else halves_apart(graph, n)
-    if not 0 < programs * (4 if rows and not across else 2) <= caps.programs * halves or points < 4 * least:
+    if not 0 < programs * (2 if side > 1 else 4) <= caps.programs * halves or points < 4 * least:
         return [n]
     # Rows whose map writes across them would be few columns of one kernel: they are reduced first, then written in
     # tiles. If there are few columns, one program takes those of several pieces.
@@ -122,23 +125,26 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     wanted = max(2, min(caps.programs // results, points // t.split_piece)) if across else \
         min(caps.programs * halves * beside // programs, points // least)
     alone: dict[Sym, Cut] = {} if short is None else {short: (short.size, ONE)}
-    cuts = pieces_of(graph, n, wanted, t, alone)
+    more = t.split_more if side > 1 else 2
+    cuts = pieces_of(graph, n, wanted, more, t, alone)
     fixed = all(v.size.is_const for v in n.vars)
     mapped = fixed or any(isinstance(m, Pointwise) and volume(m.vars) is volume(n.vars) for m in graph.nodes)
     # If no map has the same points, the reduced variables may be merged.
     if short is None and not (mapped and all(is_even(v, c) for v, c in cuts.items())):
         n = joined(graph, n)
-        cuts = pieces_of(graph, n, wanted, t, alone)
-    return cut(graph, n, cuts, rows, alone) if len(cuts) > len(alone) else [n]
+        cuts = pieces_of(graph, n, wanted, more, t, alone)
+    if len(cuts) == len(alone):
+        return [n]
+    return cut(graph, n, cuts, rows and not mixed, alone)
 
 
 Cut = tuple[Index, Index]  # the number of pieces, and the length of each
 
 
-def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning, alone: dict[Sym, Cut]) -> dict[Sym, Cut]:
+def pieces_of(graph: Graph, n: Reduce, wanted: int, more: int, t: Tuning, alone: dict[Sym, Cut]) -> dict[Sym, Cut]:
     """The cuts of a reduction's variables. The one with the largest step is cut first, so that pieces are stretches of
-    memory; but data that is read in two directions is cut where its pieces are no shorter than cache lines. `alone`:
-    cuts that are already made."""
+    memory; but data that is read in two directions is cut where its pieces are no shorter than cache lines. `more`: the
+    fewest pieces of a second variable; `alone`: cuts that are already made."""
     cuts = dict(alone)
     at, main = places(graph, n), main_places(graph, n)  # values read once per row do not decide the direction
     lines = [v for v in n.reduced if any(i.coefficient(v) is ONE for i in main)]
@@ -153,7 +159,7 @@ def pieces_of(graph: Graph, n: Reduce, wanted: int, t: Tuning, alone: dict[Sym, 
         pieces = min(wanted, about(v.size, graph.typical, 0))
         if len(lines) > 1 and v in lines:  # contiguous in some reads, crossed by others: pieces stay whole lines
             pieces = min(pieces, -(-about(v.size, graph.typical, 0) // t.split_even))
-        if v not in alone and pieces >= (t.split_more if len(cuts) > len(alone) else 2):
+        if v not in alone and pieces >= (more if len(cuts) > len(alone) else 2):
             length = ONE if pieces == about(v.size, graph.typical, 0) else ceildiv(v.size, pieces)
             if about(length, graph.typical, 0) > t.split_even and v in lines:
                 length = as_index(t.even(length.const)) if length.is_const else \
@@ -276,17 +282,39 @@ def halves_apart(graph: Graph, n: Reduce) -> int:
     return 1 if wide else max(1, 4 // max((e.dtype.itemsize for e in loads(*n.inputs)), default=4))
 
 
+def reads_across(graph: Graph, n: Reduce, t: Tuning) -> bool:
+    """Whether a reduction of rows also reads data that is contiguous across them: pieces of several rows share its
+    lines, and are neighbours."""
+    return t.split_across > 1 and any(first_step(at, v, n.vars, graph.typical) == 1
+               and about(v.size, graph.typical, t.vector_least) >= t.vector_least
+               for at in main_places(graph, n) for v in n.kept)
+
+
 def is_staged(graph: Graph, n: Reduce) -> bool:
     """Whether another node over as many points waits for this reduction, or it for the other: they are one kernel if
-    neither is split."""
-    made = {name for m in graph.nodes if isinstance(m, Reduce) and volume(m.vars) is volume(n.vars) for name in m.names}
-    return bool(n.reads() & made) or any(
-        isinstance(m, Pointwise | Reduce) and volume(m.vars) is volume(n.vars) and m.reads() & {*n.names}
-        for m in graph.nodes)
+    neither is split. They may read a map of its results, such as a mean."""
+    points, results = volume(n.vars), volume(n.kept)
+    before, after = set[str](), {*n.names}
+    for m in graph.nodes:
+        if isinstance(m, Reduce) and volume(m.vars) is points:
+            if m.reads() & after:
+                return True
+            before |= {*m.names}
+            if m is n and n.reads() & before:
+                return True
+        elif isinstance(m, Pointwise):
+            if volume(m.vars) is points and m.reads() & after:
+                return True
+            if volume(m.vars) is results:
+                before |= {*m.names} if m.reads() & before else set()
+                after |= {*m.names} if m.reads() & after else set()
+    return False
 
 
 def is_held(n: Reduce, points: int, rows: bool, caps: Capabilities) -> bool:
     """Whether one program holds all elements that it reduces, so that later stages do not read them again."""
+    if not volume(n.reduced).is_const:
+        return False
     if rows:
         return caps.row_elements is not None and points <= caps.row_elements
     return held_columns(points, [e.dtype.itemsize for e in loads(*n.inputs)], caps.tuning) > 0

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from flambeau.codegen.source import BlockSource
-from flambeau.codegen.triton.dialect import POINTED
+from flambeau.codegen.triton.dialect import pointed
 from flambeau.config import config
 from flambeau.errors import CompileError
 from flambeau.targets.base import Build, Launch, Plan, Step
@@ -157,15 +157,16 @@ def kept(about: Sequence[Any], find: Callable[[], str] | None) -> str:
     return found
 
 
-def fastest(target: Any, candidates: Mapping[int, Callable[[], object]]) -> tuple[int, dict[int, float]]:
-    """Returns the fastest candidate, zero unless another is faster by more than noise, and the seconds that each
-    took."""
+def fastest(target: Any, candidates: Mapping[int, Callable[[], object]], gain: float = GAIN
+            ) -> tuple[int, dict[int, float]]:
+    """Returns the fastest candidate (zero unless another takes less than `gain` of its time), and the seconds that
+    each took."""
     best = dict.fromkeys(candidates, float("inf"))
     for turn in range(ROUNDS):
         for number in sorted(candidates, reverse=bool(turn % 2)):
             best[number] = min(best[number], target.seconds(candidates[number]))
     first = min(best, key=lambda number: best[number])
-    return (first if best[first] < GAIN * best[0] else 0), best
+    return (first if best[first] < gain * best[0] else 0), best
 
 
 def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequence[int]) -> int:
@@ -175,7 +176,7 @@ def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequen
     results = []
     for at, count in source.results:
         kind = source.pointers[at]
-        nbytes = int(eval(count, {}, names)) * POINTED[kind].itemsize
+        nbytes = int(eval(count, {}, names)) * pointed(kind).itemsize
         results.append((kind, target.memory(pointers[at], nbytes)))
     def run(launch: Launch) -> None:
         for _, memory in results:
@@ -216,7 +217,7 @@ def built(target: Timed, sources: Sequence[BlockSource]) -> list[Launch | None]:
 
 def floats(kind: str, memory: torch.Tensor) -> torch.Tensor:
     """Returns the memory behind a pointer as floats, if they are; their results may differ by rounding."""
-    dtype = POINTED[kind]
+    dtype = pointed(kind)
     return memory.view(dtype) if dtype in ROUNDING else memory
 
 

@@ -61,6 +61,8 @@ def _options() -> dict[str, _Option]:
         "paths": _Option(flags=("-fno-thread-jumps",)),
         # Jamming two outer steps into one vector loop turns contiguous reads into gathers (embedding bags: 4x slower).
         "jam": _Option(flags=("-fno-loop-unroll-and-jam",)),
+        # g++ makes pow(x, 0.5) in a vector loop a root, which differs for minus zero and minus infinity.
+        "powers": _Option(flags=("-fno-builtin-pow", "-fno-builtin-powf")),
         "openmp": _Option(
             flags=("-fopenmp",), libraries=_openmp_libraries(),
             loss="has no OpenMP: kernels run on one thread. Install the compiler's OpenMP runtime (libgomp)"),

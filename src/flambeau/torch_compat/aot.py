@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd import (
     schemas,
 )
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper
+from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper, SerializableCompiledFunction
 from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
 from torch._functorch.aot_autograd import AOT_COUNTER, SerializableAOTDispatchCompiler, aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition, must_recompute
@@ -30,7 +30,8 @@ __all__ = ["AOT_COUNTER", "AOTAutogradCache", "BackwardState", "OutputType", "Ru
            "aot_autograd", "aot_autograd_result", "aot_function", "autograd_cache", "by_own_memory", "check_cacheable",
            "config",
            "descriptors", "functionalization", "mark_dynamic", "min_cut_rematerialization_partition",
-           "must_recompute", "partitioners", "runtime_wrappers", "saved_output", "schemas"]
+           "must_recompute", "partitioners", "runtime_wrappers", "saved_output", "schemas",
+           "without_serializer"]
 
 # Tells the next graph which sizes of a result are dynamic. It has another name from 2.12 on.
 mark_dynamic = getattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices",
@@ -40,6 +41,11 @@ check_cacheable = autograd_cache.check_cacheable
 # classes: entries with such views then cannot be written.
 functionalization = getattr(torch._C, "_functionalization", None)
 VIEW_SEQUENCE = getattr(functional_utils, "ViewMetaSequence", None)
+
+
+def without_serializer(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function without the object that AOTAutograd puts around it if its cache is on."""
+    return run.compiled_fn if isinstance(run, SerializableCompiledFunction) else run
 
 
 def saved_output(output: Any, position: int) -> None:

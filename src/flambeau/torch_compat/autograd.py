@@ -5,12 +5,16 @@ Compiled functions read them at each call, or they appear as nodes in Dynamo's g
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 
-__all__ = ["autocast_devices", "current_transform", "deterministic_algorithms", "enter_autocast", "exit_autocast",
-           "increment_version", "keeps_graph", "log_api_usage_once", "saved_tensors_hooks", "set_grad_enabled"]
+__all__ = ["apply_directly", "autocast_devices", "call_directly", "current_transform", "deterministic_algorithms",
+           "enter_autocast", "exit_autocast", "increment_version", "keeps_graph", "log_api_usage_once",
+           "saved_tensors_hooks", "set_grad_enabled"]
 
 # torch.set_grad_enabled is a class: constructing and entering it costs each call 1 us.
 set_grad_enabled = torch._C._set_grad_enabled
@@ -21,3 +25,17 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # retain_gr
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 current_transform = torch._C._functorch.peek_interpreter_stack  # the active torch.func transform; None outside
 log_api_usage_once = torch._C._log_api_usage_once  # called by torch in functions that Dynamo traces
+
+
+def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The `apply` of an autograd function below torch's Python code, for calls outside of torch.func transforms."""
+    found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return found
+
+
+def call_directly(function: Any) -> None:
+    """Let the engine call an autograd function's `backward` without torch's Python code in between. Releases that pass
+    a tuple of gradients keep it."""
+    node = function._backward_cls
+    if getattr(function, "boxed_grads_call", False) and hasattr(node, "apply_boxed"):
+        node.apply_boxed = function.backward

@@ -8,6 +8,7 @@ The function that all of these call does what is needed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,9 @@ def decomposed(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]
     """Decompose a program by the table. `gradients`: its first result is a loss, and the gradients of all tensors that
     require them are appended to its results."""
     _, plain = _split_decomp_table_to_cia_and_python_decomp(dict(table))
-    found: ExportedProgram = _decompose_exported_program(program, cia_to_decomp={}, python_decomp_table=plain,
-                                                         joint_loss_index=0 if gradients else None,
-                                                         decompose_custom_triton_ops=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)  # torch copies its own classes
+        found: ExportedProgram = _decompose_exported_program(program, cia_to_decomp={}, python_decomp_table=plain,
+                                                             joint_loss_index=0 if gradients else None,
+                                                             decompose_custom_triton_ops=True)
     return found

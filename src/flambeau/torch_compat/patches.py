@@ -16,6 +16,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from .call_patches import CALLS, DISABLED, READINGS
 from .patch import MISSING, Change, Patch
 from .stream_patches import OBJECTS, TRACED_STREAMS
 
@@ -146,20 +147,6 @@ def _frames(passing: Callable[..., Any]) -> Iterator[Change]:
     yield CatchErrorsWrapper, "__call__", passing(CatchErrorsWrapper.__call__)
 
 
-def _calls(ours: Callable[..., Any]) -> Iterator[Change]:
-    from torch._dynamo.eval_frame import OptimizeContext
-
-    from .short_calls import short_call
-
-    full = OptimizeContext.__call__
-
-    def __call__(self: Any, fn: Any) -> Any:
-        wrapped = full(self, fn)
-        return short_call(self, wrapped) if ours(self.callback) is not None else wrapped
-
-    yield OptimizeContext, "__call__", __call__
-
-
 def _optimizers(routed: Callable[..., Any], remembering: Callable[..., Any]) -> Iterator[Change]:
     import importlib
 
@@ -216,11 +203,6 @@ FRAMES = Patch(
     "Dynamo should not trace optimizers for this backend, because it takes minutes for thousands of parameters; there "
     "is no hook for it. Without this, Dynamo traces them, and `optimizers` and `handlers` are not applied",
     'from the first `torch.compile(backend="flambeau")` on', _frames, lasting=True)
-CALLS = Patch(
-    "calls", "`OptimizeContext.__call__` of Dynamo",
-    "the code that torch.compile puts around a function takes 12 us per call, 40 with `dynamic=True`, and backends "
-    "cannot replace it. Without this, calls take that much longer",
-    'from the first `torch.compile(backend="flambeau")` on', _calls, lasting=True)
 OPTIMIZERS = Patch(
     "optimizers", "functions over lists in `torch.optim` and `torch.nn.utils.clip_grad` (`adam`, `_get_total_norm`), "
     "`_init_group` of optimizers",
@@ -244,8 +226,8 @@ SHARING = Patch(
     "errors are raised",
     'from the first tensor of `torch.device("flambeau")` on', _sharing, lasting=True)
 
-PATCHES = (FRAMES, CALLS, OPTIMIZERS, OBJECTS, BEFORE_START, DLPACK, SHARING, HANDLERS, TRACED_STREAMS, WRAPPERS, CACHE,
-           SHARED_INPUTS, CUT, KERNELS, COUNTS, COMPILING)
+PATCHES = (FRAMES, CALLS, DISABLED, READINGS, OPTIMIZERS, OBJECTS, BEFORE_START, DLPACK, SHARING, HANDLERS,
+           TRACED_STREAMS, WRAPPERS, CACHE, SHARED_INPUTS, CUT, KERNELS, COUNTS, COMPILING)
 
 
 def undo_lasting() -> None:

@@ -1,19 +1,23 @@
-"""A shorter path from a call of a compiled function to Dynamo's check of its frame.
+"""Shorter paths from a call of a compiled function to Dynamo's check of its frame, and from there to a graph.
 
 torch.compile wraps the user's function. At each call, the wrapper checks for tracing and exporting, applies the
 settings of `dynamic=` to Dynamo's configuration and saves state for errors: 12 us when a kernel has just run, and 40
 with `dynamic=True`. The wrapper of `short_call` checks a few attributes for unusual cases, and leaves those to torch's
 wrapper; settings of a compilation only apply while something is compiled.
+
+Dynamo's code calls a graph through torch.compiler.disable, which turns Dynamo off, and looks for a stance, a name and
+an export at each call. The wrapper of `unwatched` only turns it off. The same layers are around the functions that read
+each size and stride of symbolic shapes (4 us together if a tensor has two); `short_reading` leaves them out.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C import _is_tracing
+from torch._C import _is_tracing, _len_torch_function_stack
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch._dynamo import config, eval_frame
@@ -23,12 +27,18 @@ from torch.fx import _symbolic_trace
 
 from .dynamo import skip_code
 
-__all__ = ["short_call"]
+__all__ = ["READINGS", "disabled", "short_call", "short_reading", "unwatched", "watch"]
+
+watch = set_eval_frame  # sets the function that Dynamo asks about frames, and returns the one before; None: no function
 
 # The places of fx's flag for tracing (for all threads before torch 2.15, per thread from then on), and of torch 2.15's
 # flag that compiled functions inside of others run uncompiled.
 _FX = (_symbolic_trace, "_is_fx_tracing_flag") if hasattr(_symbolic_trace, "_is_fx_tracing_flag") else (
     getattr(_symbolic_trace, "_is_fx_tracing_tls", None), "flag")
+# How Dynamo's code reads the shape of an argument: functions of torch._dynamo.utils, and the methods that they call.
+READINGS: dict[str, Callable[..., Any]] = {"call_size": torch.Tensor.size, "call_stride": torch.Tensor.stride,
+            "call_storage_offset": torch.Tensor.storage_offset}
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _NESTED = getattr(eval_frame, "_force_eager_nested_compile", None)
 
 
@@ -80,3 +90,31 @@ def short_call(context: Any, full: Callable[..., Any]) -> Callable[..., Any]:
     functools.update_wrapper(call, full)
     call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
     return call
+
+
+def unwatched(run: Callable[[list[Any]], Any], first: Sequence[Any] = ()) -> Callable[..., Any]:
+    """A function that calls `run` with `first` and its arguments in one list, with Dynamo turned off."""
+    def call(*args: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return run([*first, *args])
+        finally:
+            set_eval_frame(before)
+
+    skip_code(call.__code__)
+    call._torchdynamo_disable = call.is_unwatched = True  # type: ignore[attr-defined]
+    return call
+
+
+def disabled(full: Callable[..., Any], self: Any, fn: Any) -> Any:
+    """`DisableContext.__call__`, but functions of `unwatched` are returned as they are."""
+    return fn if getattr(fn, "is_unwatched", False) else full(self, fn)
+
+
+def short_reading(full: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for `full` that calls the method of a tensor, unless Python code may define what it does."""
+    def read(x: Any, *dim: int) -> Any:
+        return method(x, *dim) if type(x) in _PLAIN and not _len_torch_function_stack() else full(x, *dim)
+
+    skip_code(read.__code__)
+    return read

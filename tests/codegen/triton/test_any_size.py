@@ -1,4 +1,4 @@
-"""Block kernels for sizes of the run: right for any, and shaped by those of the capture."""
+"""Triton kernels with run-time sizes: correct for any size, with blocks chosen for the sizes at capture."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_short_rows_lie_side_by_side() -> None:
 
 @pytest.mark.parametrize(("inner", "joined", "stages"), [(17, True, 1), (50, True, 1), (64, False, 4), (63, False, 1)])
 def test_columns_fill_the_lanes(inner: int, joined: bool, stages: int) -> None:
-    """Those of several axes are one axis, unless they fill blocks of their own. Lines that are no wide accesses do not
+    """Columns of several axes are joined into one axis, unless each fills a block. Lines without wide accesses do not
     go through shared memory."""
     source, = sources(lambda x: x.sum(1), torch.randn(40, 100, inner))
     assert ("n1 * n2" in source.parts[0].grid) is joined
@@ -125,7 +125,7 @@ NORMS: dict[str, tuple[Callable[..., Any], Shapes]] = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_long_row_is_read_twice_without_divisions(name: str) -> None:
-    """For its moments, in pieces, and for what comes of them; what it is made of is computed again."""
+    """A row is read in pieces for its moments, and again for the results; its elements are recomputed."""
     f, shapes = NORMS[name]
     with config.override(target="interpreter"), flambeau.debug.collect() as graphs:
         torch._dynamo.reset()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -69,5 +70,70 @@ def test_statistics_of_a_softmax_join_by_their_largest() -> None:
 
 
 def test_few_columns_leave_programs_for_a_gpu() -> None:
-    text, = texts(lambda x: F.softmax(x, 0), torch.empty(1984, 2607).t(), mode="symbolic")
+    text, = texts(lambda x: F.softmax(x, 0), torch.empty(200, 1984), mode="symbolic")
     assert "* 16 + tl.arange(0, 16)" in text
+
+
+def tiles(text: str) -> list[int]:
+    """The blocks of each variable of a tile."""
+    return [int(block) for block in re.findall(r"tl\.arange\(0, (\d+)\)\[", text)]
+
+
+@pytest.mark.parametrize("mode", ("fake", "symbolic"))
+def test_a_softmax_written_across_its_rows_is_a_map_in_tiles(mode: str) -> None:
+    rows, across = texts(lambda x: F.softmax(x, 0).contiguous(), torch.empty(1984, 2607).t(), mode=mode)
+    assert "tl.reduce(" in rows and not tiles(rows)
+    assert "tl.reduce(" not in across and tiles(across) == [64, 64]
+
+
+def test_a_softmax_written_across_its_columns_is_a_map() -> None:
+    columns, across = texts(lambda x: F.softmax(x, 0).contiguous(), torch.empty(568, 5, 6104).transpose(1, 2))
+    assert "tl.reduce(" in columns and "tl.reduce(" not in across
+
+
+@pytest.mark.parametrize("x", (torch.empty(500, 300).t(), torch.empty(96, 7, 300).transpose(1, 2)))
+def test_small_or_short_crossings_stay_in_one_kernel(x: torch.Tensor) -> None:
+    text, = texts(lambda x: F.softmax(x, 0).contiguous(), x)
+    assert text.count("tl.store(") == 1
+
+
+def test_short_lines_that_follow_one_another_are_transposed_in_tiles() -> None:
+    """Read along the first dimension, and written along the last two or three."""
+    together = torch.empty(80, 336, 13, 56).permute(3, 0, 1, 2)
+    text, = texts(lambda x: (x * 2).contiguous(), together)
+    assert tiles(text) == [64, 64]
+    apart = torch.empty(15, 16, 12, 13, 64).permute(2, 4, 3, 1, 0)
+    text, = texts(lambda x: (x * 2).contiguous(), apart)
+    assert tiles(text) == [32, 32] and re.search(r"// 15\b", text), "few tiles are smaller"
+
+
+def test_short_lines_of_few_elements_stay_lines() -> None:
+    text, = texts(lambda x: (x * 2).contiguous(), torch.empty(8, 3, 5000).transpose(1, 2))
+    assert not tiles(text)
+
+
+def test_tiles_of_several_transposed_reads_are_smaller() -> None:
+    x, y = torch.empty(53, 209895), torch.empty(209895, 53).t()
+    text, = texts(lambda x, y, z: x * y * z, x, y, torch.empty_like(y))
+    assert tiles(text) == [32, 32]
+    text, = texts(lambda y: (y * 2).contiguous(), y)
+    assert tiles(text) == [64, 64]
+
+
+def test_columns_of_several_short_lines_are_scanned_side_by_side() -> None:
+    text, = texts(lambda x: x.logcumsumexp(0), torch.empty(131, 65723, 6)[:, :, :5])
+    assert tiles(text) == [32, 64] and re.search(r"% 5\b", text)
+    text, = texts(lambda x: x.logcumsumexp(0), torch.empty(131, 65723, 9)[:, :, :8])
+    assert tiles(text) == [8, 4, 64]
+
+
+def test_tiles_that_share_what_they_read_lie_on_top_of_one_another() -> None:
+    x, y = torch.empty(80, 40, 49, 63).permute(1, 3, 0, 2), torch.empty(40, 49, 63).transpose(1, 2)
+    text, = texts(lambda x, y: (x - y[:, :, None]).contiguous(), x, y)
+    assert sorted(tiles(text)) == [4, 32, 32]
+
+
+def test_lines_that_data_decide_are_read_in_tiles() -> None:
+    x = torch.empty(3000, 4, 24).permute(1, 2, 0)
+    text, = texts(lambda x: F.interpolate(x, 4100, mode="nearest"), x)
+    assert sorted(tiles(text)) == [32, 32]

@@ -120,3 +120,21 @@ def test_sums_over_what_lies_two_ways(shape: tuple[int, int]) -> None:
 def test_rows_that_are_read_across(length: int) -> None:
     want, got = both(lambda x: F.layer_norm(x, (length,)), torch.randn(length, 2113, dtype=torch.float64).t())
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("shape, order, f", (
+    ((600, 501), (1, 0), lambda x: x.softmax(0).contiguous()),
+    ((41, 39, 200), (0, 2, 1), lambda x: x.softmax(0).contiguous()),
+    ((41, 39, 200), (1, 2, 0), lambda x: x.log_softmax(1).contiguous() * 2),
+    ((5, 13, 11, 70), (3, 0, 1, 2), lambda x: x.mul(2).contiguous()),
+    ((15, 16, 3, 40), (3, 2, 1, 0), lambda x: x.mul(2).contiguous()),
+    ((70, 9, 6), (0, 1, 2), lambda x: x[..., :5].logcumsumexp(0)),
+    ((70, 9, 6), (0, 1, 2), lambda x: x[..., :5].cummax(0).values),
+    ((3, 37, 5, 4), (1, 0, 2, 3), lambda x: torch.cat((x, x.transpose(0, 1).contiguous().transpose(0, 1)), 1)),
+))
+def test_what_is_written_across_its_reads(shape: tuple[int, ...], order: tuple[int, ...], f: Callable[..., Any]
+                                          ) -> None:
+    x = torch.randn(shape).permute(order)
+    want, got = both(f, x)
+    torch.testing.assert_close(got, want)
+    assert got.stride() == want.stride()

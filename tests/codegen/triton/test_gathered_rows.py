@@ -1,4 +1,4 @@
-"""Rows that lie anywhere, in block kernels: grid sampling of many channels, and what it adds up in its gradient."""
+"""Rows at computed positions, in Triton: grid sampling of many channels, and the sums in its gradient."""
 
 from __future__ import annotations
 

@@ -73,9 +73,51 @@ def sigmoid(x):
     return div(one, one + libdevice.exp(-x))
 
 
+# Without denormals these two are one instruction each; with them, five.
+if triton.knobs.runtime.interpret:
+    @triton.jit
+    def rough_exp2(x):
+        return tl.exp2(x)
+
+    @triton.jit
+    def rough_reciprocal(x):
+        return 1 / x
+else:
+    @triton.jit
+    def rough_exp2(x):
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True,
+                                         pack=1)
+
+    @triton.jit
+    def rough_reciprocal(x):
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True,
+                                         pack=1)
+
+
 @triton.jit
 def rough_sigmoid(x):
-    return 1 / (1 + tl.exp(-x))
+    return rough_reciprocal(1 + rough_exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def rough_tanh(x):
+    """Off by 2e-5 of its value at most; there are no branches, and a series where the quotient would lose digits."""
+    s = x * x
+    near = x * fma(s, fma(s, fma(s, -17 / 315, 2 / 15), -1 / 3), 1.0)
+    far = fma(rough_reciprocal(1 + rough_exp2(x * 2.8853900817779268)), -2.0, 1.0)
+    return tl.where(tl.abs(x) < 0.25, near, far)
+
+
+@triton.jit
+def rough_erf(x):
+    """Off by 2e-5 of its value at most, and so is 1 - |erf|: a polynomial in 1 / (1 + 0.52 |x|), times exp(-x * x),
+    fitted to that. The device library's function has branches, which vary from element to element."""
+    s, y = x * x, tl.abs(x)
+    near = x * fma(s, fma(s, fma(s, -0.02438968, 0.11245642), -0.37610735), 1.12837902)
+    t = rough_reciprocal(fma(y, 0.52, 1.0))
+    rest = t * fma(t, fma(t, fma(t, fma(t, -0.18775318, 0.44645774), 0.13036414), 0.31969226), 0.29122403)
+    far = fma(rest, -rough_exp2(s * -1.4426950408889634), 1.0)
+    return tl.where(y < 0.5, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -264,14 +306,18 @@ def pieces(begins, ends, side: tl.constexpr):
 
 
 @triton.jit
-def share(tile, begins, ends, side: tl.constexpr):
-    """For rows in parts: returns the part of a tile, its first row, and where the rows of the part end."""
+def share(tile, wide, begins, ends, side: tl.constexpr, group: tl.constexpr):
+    """For rows in parts: returns the part of a tile, its first row, where the rows of the part end, and its column.
+    The tiles of a part are visited together, as its columns are read by no other part."""
     tiles = pieces(begins, ends, side)
     upto = tl.cumsum(tiles, 0)
-    part = tl.sum((upto <= tile).to(tl.int32), 0)
+    part = tl.sum((upto * wide <= tile).to(tl.int32), 0)
     here = tl.arange(0, upto.shape[0]) == part
-    first = tl.sum(tl.where(here, begins - (upto - tiles) * side, 0), 0) + tile * side
-    return part, first, tl.sum(tl.where(here, ends, 0), 0)
+    high = tl.sum(tl.where(here, tiles, 0), 0)
+    before = tl.sum(tl.where(here, upto - tiles, 0), 0)
+    row, column = place(tile - before * wide, tl.maximum(high, 1), wide, group)
+    begin, end = tl.sum(tl.where(here, begins, 0), 0), tl.sum(tl.where(here, ends, 0), 0)
+    return part, begin + row * side, end, column
 
 
 @triton.jit

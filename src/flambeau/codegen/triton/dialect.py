@@ -64,10 +64,12 @@ class Triton(Dialect):
 
 
 class Rough(Triton):
-    """The dialect for results that are rounded to 16 bits: its functions are off by two units in the last place of
-    float32 rather than by a half. They pay where nothing waits for memory while they are computed."""
+    """The dialect for results that are rounded to 16 bits: its functions are off by a few units in the last place of
+    float32, or by 2e-5 (a tenth of the rounding of halves), rather than by a half. They pay where nothing waits for
+    memory while they are computed."""
 
-    faster = {"exp": "tl.exp", "sigmoid": "fl.rough_sigmoid", "div": "fl.rough_div"}
+    faster = {"exp": "tl.exp", "sigmoid": "fl.rough_sigmoid", "div": "fl.rough_div", "tanh": "fl.rough_tanh",
+              "erf": "fl.rough_erf"}
 
     def named(self, op: str, dtype: DType) -> str:
         return self.faster[op] if dtype is torch.float32 and op in self.faster else super().named(op, dtype)
@@ -93,3 +95,8 @@ POINTER = {
     torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
 }
 POINTED = {kind: dtype for dtype, kind in POINTER.items()}
+
+
+def pointed(kind: str) -> DType:
+    """Returns the dtype of the elements behind a pointer of this type."""
+    return POINTED[kind]

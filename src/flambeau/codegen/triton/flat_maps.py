@@ -20,12 +20,25 @@ from .blocks import spans
 def as_lines(k: LoopKernel, room: int) -> LoopKernel:
     """Merges the last variables of a map as long as a tile of `room` elements would leave too many lanes idle."""
     while is_idle(k, room) and is_line_of_lines(k):
-        a, b = k.outer[-2:]
-        both = Sym(f"{a.name}{b.name}", a.size * b.size)
-        mapping = {a: as_index(both) // b.size, b: as_index(both) % b.size}
-        k = replace(k.rewritten(lambda x: x, mapping), outer=(*k.outer[:-2], both),
-                    vector=both if k.vector in (a, b) else k.vector)
+        k = as_one_line(k)
     return k
+
+
+def long_lines(k: LoopKernel) -> LoopKernel:
+    """Merges the last variables of a transposition as long as its lines are too short for a tile."""
+    while k.outer[-2] is not k.tile and is_line_of_lines(k) \
+            and k.about(k.outer[-1].size, BLOCKS.transpose_least) < BLOCKS.transpose_least:
+        k = as_one_line(k)
+    return k
+
+
+def as_one_line(k: LoopKernel) -> LoopKernel:
+    """Merges the last two variables."""
+    a, b = k.outer[-2:]
+    both = Sym(f"{a.name}{b.name}", a.size * b.size)
+    mapping = {a: as_index(both) // b.size, b: as_index(both) % b.size}
+    return replace(k.rewritten(lambda x: x, mapping), outer=(*k.outer[:-2], both),
+                   vector=both if k.vector in (a, b) else k.vector)
 
 
 def is_line_of_lines(k: LoopKernel) -> bool:

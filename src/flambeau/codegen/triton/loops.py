@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from flambeau.ir.expr import Expr, cast, walk
+from flambeau.ir.expr import Expr, cast, loads, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, as_index, ceildiv, unflat, volume
 from flambeau.ir.lines import is_line
 from flambeau.ir.program import AnySize, Item, LoopKernel, exprs_of, reductions_of, sites_of
@@ -21,7 +21,7 @@ from flambeau.ir.tuning import BLOCKS, UNSCALED, Scale
 from ..dialect import Pipelined
 from ..stages import StageWriter
 from .blocks import WIDE, BlockWriter, PartDraft, count_text, padded_read, power, spans, width_of
-from .flat_maps import are_short_lines, as_lines, is_line_of_lines
+from .flat_maps import are_short_lines, as_lines, is_line_of_lines, long_lines
 from .gathered_rows import rows_of
 from .polyphase import Phases, compact, halved, overlapping, spelled, written_out
 from .row_ends import ended, is_wide
@@ -89,6 +89,8 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
                 self.phases = None
         self.apart = self.phases is not None and not self.phases.rows  # few points for each thread
         k = self.phases.kernel if self.phases else k
+        if k.tile is not None and not self.phases:
+            k = long_lines(k)
         self.points = points_of(k) if self.phases and not self.phases.neighbours else 1
         if k.inner or k.tile is not None or self.rows or self.apart or self.shares:
             return k
@@ -187,12 +189,31 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         return compact(k.outer, near, room) if len(near) > 1 else spans(k, k.outer, room)
 
     def transposed(self, *pair: Sym) -> dict[Sym, int]:
-        """Square tiles: smaller ones where there are few tiles, and where a point has several results."""
-        for side in (BLOCKS.transpose_side, BLOCKS.transpose_few)[self.apart:]:
-            blocks = {v: min(side, power(self.k.about(v.size, side))) for v in self.k.outer if v in pair}
-            if programs_of(self.k, self.k.outer, blocks) >= BLOCKS.enough_tiles:
+        """Square tiles: smaller ones where there are few tiles, where a point has several results, and where registers
+        could not hold what is read. Where some of it is the same along a third variable, small tiles lie on top of one
+        another."""
+        k, few = self.k, BLOCKS.transpose_few
+        reads = [e for e in set(loads(*k.everything())) if {*pair} <= e.symbols()]
+        deep = [v for v in k.outer if v not in pair and 0 < sum(v in e.symbols() for e in reads) < len(reads)]
+        layers = {v: min(BLOCKS.layers, power(k.about(v.size, BLOCKS.layers))) for v in deep[-1:]}
+        shapes = [(few, layers)] if layers and not self.apart else [] if self.apart else [(BLOCKS.transpose_side, {})]
+        for side, above in [*shapes, (few, dict[Sym, int]())]:
+            blocks = {v: above.get(v) or min(side, power(k.about(v.size, side)))
+                      for v in k.outer if v in (*pair, *above)}
+            for v in pair:  # the other one may be short
+                most = BLOCKS.tile * blocks[v] // math.prod(blocks[w] for w in pair)
+                blocks[v] = max(blocks[v], min(most, power(k.about(v.size, most))))
+            read = sum(e.dtype.itemsize * math.prod(b for v, b in blocks.items() if v in e.symbols()) for e in reads)
+            if programs_of(k, k.outer, blocks) >= BLOCKS.enough_tiles \
+                    and read <= BLOCKS.threads * BLOCKS.transposed_bytes:
                 break
-        return blocks
+        return self.stretched(blocks, pair[-1])
+
+    def stretched(self, blocks: dict[Sym, int], v: Sym) -> dict[Sym, int]:
+        """The tile with as many elements as the scale asks for: more along one variable, or fewer along the others."""
+        elements = math.prod(blocks.values())
+        more, less = self.scale.sized(elements) // elements, elements // self.scale.sized(elements)
+        return {w: b * max(more, 1) if w is v else max(1, b // max(less, 1)) for w, b in blocks.items()}
 
     def row_length(self) -> tuple[int, bool]:
         """Returns the elements of the reduced axis in one tile, and whether that is the whole row."""

@@ -10,6 +10,7 @@ depends on the speed of the others, and so does rounding; single rows, and `orde
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import cast, cost_of, loads
@@ -26,9 +27,25 @@ from .loops import stages_for
 COMMUTATIVE = frozenset(("sum", "prod", "min", "max", "logsumexp"))
 
 
+def in_columns(k: ScanKernel) -> ScanKernel:
+    """Merges the last kept variables if a tile of columns would leave too many lanes idle."""
+    blocks = spans(k, k.outer, BLOCKS.scan_columns)
+    sizes = {v: k.about(v.size, block) for v, block in blocks.items()}
+    lanes = math.prod(-(-sizes[v] // block) * block for v, block in blocks.items())
+    if len(blocks) < 2 or lanes * 100 <= math.prod(sizes.values()) * BLOCKS.lanes:
+        return k
+    a, b = k.outer[-2:]
+    both = Sym(f"{a.name}{b.name}", a.size * b.size)
+    mapping = {a: as_index(both) // b.size, b: as_index(both) % b.size}
+    return in_columns(replace(k, outer=(*k.outer[:-2], both), vector=both if k.vector in (a, b) else k.vector,
+                              exprs=tuple(e.subs(mapping) for e in k.exprs),
+                              stores=tuple((name, at.subs(mapping)) for name, at in k.stores)))
+
+
 class ScanBlocks(BlockWriter):
     def __init__(self, k: ScanKernel, scale: Scale) -> None:
         self.scale = scale
+        k = in_columns(k) if k.form.name != "rows" else k
         super().__init__(k.params, k.sizes, width_of(k, k.exprs, k.stores, k.outer, (*k.outer, k.axis)))
         self.k = k
         self.sites = sites_of(k)

@@ -57,7 +57,11 @@ class ScatterBlocks(BlockWriter):
         self.gathered = vars[-1] if taps else None
         # Stores to arbitrary places are made one by one: with a thread for each, no block changes its layout for them.
         anywhere = bool(vars) and k.address.coefficient(vars[-1]) is not ONE
-        blocks = spans(k, vars, BLOCKS.scattered if anywhere else BLOCKS.tapped if taps else BLOCKS.tile)
+        room = BLOCKS.scattered if anywhere else BLOCKS.tapped if taps else BLOCKS.tile
+        points = k.about(volume(vars), room * BLOCKS.processors)
+        while room > BLOCKS.warp and not taps and points < room * BLOCKS.processors:
+            room //= 2  # with few points, a thread would wait for one addition after the other
+        blocks = spans(k, vars, room)
         self.blocks = list(blocks.values())
         grid = self.open_tile(vars, blocks)
         for values in points_of(*(range(v.size.const) for v in taps)):

@@ -12,8 +12,9 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from flambeau.ir.needs import Needs
 from flambeau.ir.nodes import Graph, Node
-from flambeau.ir.program import WORK, Copy, Fence, Keep, Program, Record, Step, StreamNumbers, Wait, values_in
+from flambeau.ir.program import WORK, Copy, Fence, Keep, Program, Record, Step, StreamNumbers, Wait
 
 from ..memory import ProgramDraft, lifetimes, plan_memory
 from .order import Cell, Clock, Clocks, Moment, accesses, check_order, count_streams, joined, roots
@@ -37,9 +38,10 @@ def sections(graph: Graph) -> Iterator[Section]:
         return
     ends = [*(t.at for t in graph.turns[1:]), len(graph.nodes)]
     parts = [graph.nodes[t.at : end] for t, end in zip(graph.turns, ends, strict=True)]
-    needed = [{v.buffer for v in values_in(graph.outputs)} | {v.buffer for _, v in graph.mutations}]
+    needs = Needs(graph)
+    needed = [needs.of_results([*graph.outputs, *(v for _, v in graph.mutations)])]
     for part in reversed(parts[1:]):
-        needed.append(needed[-1].union(*(n.reads() for n in part)))
+        needed.append(needed[-1].union(*map(needs.of, part)))
     before = [*graph.inputs]
     for turn, part, later in zip(graph.turns, parts, reversed(needed), strict=True):
         yield Section(stretch(graph, part, before, later), turn.stream, turn.steps)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from flambeau.codegen.source import FLAGS, HOSTED, LIBRARY, UNHOSTED, BlockSource
+from flambeau.codegen.triton.dialect import pointed
 from flambeau.errors import BoundsError, CompileError, UnsupportedError
 from flambeau.ir.program import TableKernel
 
@@ -102,7 +103,7 @@ class InterpreterLaunch:
                  (name, "the fault", ctypes.addressof(bad), 8)]
         for k, (p, kind) in enumerate(zip(pointers, self._source.pointers, strict=True)):
             if extents:
-                width = width_of(kind)
+                width = pointed(kind).itemsize
                 given.append((name, f"its pointer {k}", p + extents[2 * k] * width,
                               (extents[2 * k + 1] - extents[2 * k]) * width))
         # Infinities and NaN are ordinary values.
@@ -143,13 +144,6 @@ def memory_is(regions: list[Region] | None) -> Iterator[None]:
         yield
     finally:
         _regions = before
-
-
-def width_of(kind: str) -> int:
-    """The bytes of an element behind a pointer of this type."""
-    from flambeau.codegen.triton.dialect import POINTED
-
-    return POINTED[kind].itemsize
 
 
 def check_accesses(addresses: Any, mask: Any) -> None:

@@ -43,6 +43,8 @@ WORKER = Path(__file__).with_name("triton_worker.py")
 SUFFIX = ".cubin"
 # a*b+c has two roundings, as in eager; where one is wanted, the kernel says fma. Denormals are not flushed to zero.
 OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+# Variables of Triton that change machine code.
+VARIABLES = ("TRITON_PTXAS_PATH", "PTXAS_OPTIONS", "DISABLE_PTXAS_OPT", "DISABLE_LLVM_OPT")
 # Each worker takes some 100 MB; more of them do not make a graph's few dozen kernels faster.
 MOST_WORKERS = 16
 
@@ -288,10 +290,11 @@ def python_path() -> str:
 
 @cache
 def identity() -> Sequence[str]:
-    """Returns what machine code depends on besides the text: versions, and the functions that texts call."""
-    library = [p.read_text() for p in sorted(LIBRARY.glob("*.py"))]
+    """Returns what machine code depends on besides the text: versions, the functions that texts call, and how they are
+    compiled."""
+    library = [p.read_text() for p in (*sorted(LIBRARY.glob("*.py")), WORKER)]
     linked = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (toolkit_library(),) if path is not None]
-    return (triton_version(), os.environ.get("TRITON_PTXAS_PATH", ""), *library, *linked)
+    return (triton_version(), *(os.environ.get(name, "") for name in VARIABLES), *library, *linked)
 
 
 def library() -> str:

@@ -11,6 +11,7 @@ import base64
 import json
 import linecache
 import os
+import re
 import signal
 import sys
 import traceback
@@ -52,9 +53,29 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def round_as_nvcc() -> None:
-    """Makes device functions round as nvcc does: the library asks for the rounding mode, and Triton's answer is less
-    precise."""
+# Two sums of 16-bit integers in one instruction, which LLVM makes of index arithmetic with small bounds.
+PACKED_SUM = re.compile(r"\tadd\.[su]16x2 \t(\S+), (\S+), (\S+);")
+SINGLE_SUMS = r"""\t{
+\t.reg .b16 %sum<4>;
+\tmov.b32 {%sum0, %sum1}, \2;
+\tmov.b32 {%sum2, %sum3}, \3;
+\tadd.s16 %sum0, %sum0, %sum2;
+\tadd.s16 %sum1, %sum1, %sum3;
+\tmov.b32 \1, {%sum0, %sum1};
+\t}"""
+
+
+def repaired(ptx: str) -> str:
+    """Replaces instructions that give other numbers than eager's kernels have.
+
+    Square roots are rounded as in nvcc's code. Packed sums are computed one by one: where a pair is added to two
+    constants, and one of the sums is read, ptxas (12.8 to 13.0) adds 0 instead."""
+    return PACKED_SUM.sub(SINGLE_SUMS, ptx.replace("\tsqrt.approx.f32", "\tsqrt.rn.f32"))
+
+
+def correct_compiler() -> None:
+    """Makes device functions round as nvcc does (the library asks for the rounding mode, and Triton's answer is less
+    precise), and repairs what Triton writes."""
     from triton._C.libtriton import nvidia
     from triton.backends.nvidia.compiler import CUDABackend, CUDAOptions
 
@@ -62,10 +83,7 @@ def round_as_nvcc() -> None:
         nvidia.set_nvvm_reflect_ftz = lambda module: None
     make_ptx = CUDABackend.make_ptx
 
-    def precise(self: Any, *args: Any) -> Any:
-        return make_ptx(self, *args).replace("\tsqrt.approx.f32", "\tsqrt.rn.f32")
-
-    CUDABackend.make_ptx = precise
+    CUDABackend.make_ptx = lambda self, *args: repaired(make_ptx(self, *args))
 
 
 def serve(requests: TextIO, answers: TextIO, seconds: int) -> None:
@@ -95,7 +113,7 @@ def main() -> None:
                    "TMPDIR": folder}
     import tritonlib  # noqa: F401  # before a request has to wait for it
 
-    round_as_nvcc()
+    correct_compiler()
     serve(sys.stdin, answers, int(seconds))
 
 

@@ -9,6 +9,8 @@ How the work is divided among programs (`Way.how`):
 once    one program for each tile
 turns   persistent programs that take tile after tile. The compiler merges this loop with the one over the depth
         (`flatten`), so that the next tile's first loads are in flight while results of the last are written
+roles   like turns, but one warp group of a program loads tiles, also the next one's, and the others sum them: the
+        compiler divides the loop's text among them (`warp_specialize`)
 shares  all steps of all tiles are divided equally. A program may begin within a tile's depth, and then leaves its sum
         to the program that began the tile, which adds it to its own: always in the same order (shares.py)
 pieces  the depth of each tile is cut into pieces, one program each. All of them leave their sums in memory, and a
@@ -52,13 +54,17 @@ def multiplied(factor: Expr) -> tuple[Expr, Expr | None]:
 
 
 @lru_cache(maxsize=256)
-def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsize: int, memory: float) -> list[Way]:
-    """The candidates worth timing, cheapest first: all whose modelled cost is within `near` of the best, with one
-    orientation and one number of pieces for each tile shape. If the `memory` traffic dominates, only the first."""
+def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsize: int, memory: float, parts: int
+           ) -> list[Way]:
+    """The candidates worth timing: all whose modelled cost is within `near` of the best, with one orientation and one
+    number of pieces for each tile shape. The cheapest comes first, and the three cheapest of each way to divide the
+    work come before others, as not all are timed. If the `memory` traffic dominates, only the first. `parts`: of the
+    rows, in the last tile of each of which half of the rows are empty on average."""
     found: dict[tuple[ProductTile, str], tuple[float, Way]] = {}
     for way in ways:
         rows, columns, *others = sizes if not way.turned else (sizes[1], sizes[0], *sizes[2:])
         tile = replace(way.tile, wides=way.tile.wides * products)
+        rows += parts * tile.high // (4 if way.halves else 2)
         for n in PIECES if way.how == "pieces" else (1,):
             cost = Way(tile, way.how, n).cost((rows, columns * products, *others), itemsize)
             if (way.tile, way.how) not in found or cost < found[way.tile, way.how][0]:
@@ -66,7 +72,9 @@ def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsiz
     costs = sorted(found.values(), key=lambda at: at[0])
     least = costs[0][0] if costs else 0
     at_most = least if least * 100 < memory * BLOCKS.near else least * BLOCKS.near / 100
-    return [way for cost, way in costs if cost <= at_most]
+    near = [way for cost, way in costs if cost <= at_most]
+    before = [sum(other.how == way.how for other in near[:k]) for k, way in enumerate(near)]
+    return [near[k] for k in sorted(range(len(near)), key=lambda k: before[k] // 3)]
 
 
 def turned(k: ContractKernel) -> ContractKernel:
@@ -114,10 +122,13 @@ class ContractBlocks(PieceTiles):
         cut = tiles if k.ragged is not None or k.promoted else [t.cut(depth, self.kind.itemsize) for t in tiles]
         # with a single step there is nothing to divide
         shared = [t for t in tiles if t.deep < depth * self.kind.itemsize]
-        return {"once": cut, "turns": tiles, "shares": shared, "pieces": shared}
+        roles = tiles if k.ragged is None and all(self.by_engine(e, always=True) for e in k.factors()) else []
+        # beside factors, results may fit in halves
+        turns = [t if self.fits(t, "turns") else replace(t, ends=2) for t in tiles]
+        return {"once": cut, "turns": turns, "roles": roles, "shares": shared, "pieces": shared}
 
-    def by_engine(self, factor: Expr) -> bool:
-        """Whether the copy engine can load a factor, at sizes like those that were captured."""
+    def by_engine(self, factor: Expr, always: bool = False) -> bool:
+        """Whether the copy engine can load a factor, at sizes like those that were captured, or at any (`always`)."""
         e, k = multiplied(factor)[0], self.k
         own = k.rows if set(k.rows) & e.symbols() else k.columns
         sides: list[Sym] = []
@@ -128,7 +139,7 @@ class ContractBlocks(PieceTiles):
         if read is None:
             return False
         found = matrix(read.attr[0], read.attr[1][0], (*k.batch, *self.of_part), sides, self.kind.itemsize)
-        return found is not None and all(k.about(as_index(s), 1) % 16 == 0 for s in found.even)
+        return found is not None and all(not always and k.about(as_index(s), 1) % 16 == 0 for s in found.even)
 
     def all_sums(self, t: ProductTile) -> ProductTile:
         """Returns the tile with the columns of all products side by side: this is what its memory and registers have to
@@ -150,15 +161,21 @@ class ContractBlocks(PieceTiles):
         rows, columns, depth, batch = sizes
         moved = batch * ((rows + columns * len(self.k.products)) * depth * self.kind.itemsize
                          + rows * columns * sum(self.dtypes[name].itemsize for name, _ in self.k.stores))
-        return ranked(tuple(found), sizes, len(self.k.products), self.kind.itemsize, moved / BLOCKS.cycle_bytes) or [
+        parts = k.ragged.part.size.const if (k := self.k).ragged is not None and self.rows_in_parts else 0
+        return ranked(tuple(found), sizes, len(k.products), self.kind.itemsize, moved / BLOCKS.cycle_bytes, parts) or [
             Way(smallest, "turns" if self.rows_in_parts else "once", turned=along == "columns")]
 
     def fits(self, t: ProductTile, how: str) -> bool:
         k, several = self.k, len(t.wides) * len(self.k.products) > 1
-        if k.ragged is not None and how != ("turns" if self.rows_in_parts else "once"):
+        if k.ragged is not None and how not in (("once", "turns") if self.rows_in_parts else ("once",)):
             return False
-        if how == "shares" and not k.shares or how == "pieces" and k.reductions:
+        if how == "shares" and not k.shares or how in ("pieces", "roles") and k.reductions:
             return False
+        if how == "roles":  # The compiler gives each half of 128 rows to a group of four warps.
+            widest = max((self.dtypes[name].itemsize for name, _ in k.stores), default=0)
+            stored = t.high * t.wide * (1 if widest == 2 else widest)  # 16 bits are stored in two turns
+            return not several and (t.high, t.warps) == (128, 4) and (
+                t.shared(self.kind.itemsize) + stored <= BLOCKS.shared_most - 1024)
         if how == "turns" and several and not self.rows_in_parts:
             return False  # sums that begin anew within one loop are summed one instruction after the other
         t = self.all_sums(t)
@@ -193,10 +210,10 @@ class ContractBlocks(PieceTiles):
         self.line(f"high, wide = {high}, {wide}")
         total = f"high * wide * {self.index(volume(k.batch))}"
         grid, workspace = " * ".join([many, *others, self.host(volume(k.batch))]), ""
-        most = f"{self.all_sums(t).resident(self.kind.itemsize)} * units"
+        most = f"{1 if self.how == 'roles' else self.all_sums(t).resident(self.kind.itemsize)} * units"
         if self.how == "once":
             self.line(f"tile = {self.program}")
-            loop = "if True:"
+            loop = f"if tile < {total}:" if self.rows_in_parts else "if True:"
         elif self.how == "pieces":
             loop, sizes = "if True:", " * ".join(self.host(volume(vars)) for vars in (k.rows, k.columns, k.batch))
             workspace = f"{self.sums.itemsize * self.pieces * len(k.products)} * {sizes}"
@@ -204,31 +221,61 @@ class ContractBlocks(PieceTiles):
         elif self.how == "turns":
             loop = f"for tile in tl.range(tl.program_id(0), {total}, tl.num_programs(0), flatten=True):"
             grid = f"min({grid}, {most})"
+        elif self.how == "roles":
+            loop = f"for tile in tl.range(tl.program_id(0), {total}, tl.num_programs(0), warp_specialize=True):"
+            grid = f"min({grid}, {most})"
         else:
             loop = self.begin_share(total)
             grid, workspace = self.share_grid(grid, most)
         with self.scope(loop, (*k.batch, *k.rows, *k.columns, *self.of_part), footer=""):
             if self.how == "shares":
                 self.next_tile()
-            self.line(f"at_row, at_column = fl.place(tile % (high * wide), high, wide, {t.group})")
             self.decompose("(tile // (high * wide))", k.batch)
             if self.rows_in_parts:
                 self.enter_part()
-            sums = [[self.fresh("sums") for _ in t.wides] for _ in k.products]
-            for names in sums:
-                for name, size in zip(names, t.wides, strict=True):
-                    self.line(f"{name} = tl.zeros([{t.high}, {size}], {self.d.types[self.sums]})")
-            self.depth_loop(sums)
-            if self.how == "shares":
-                self.leave_or_take([name for names in sums for name in names])
-            with self.scope("if first == 0:" if self.how == "shares" else "if True:", footer=""):
-                for part, (at, size) in enumerate(self.column_parts()):
-                    end = self.leave if self.how == "pieces" else self.finish
-                    end([names[part] for names in sums], at, size)
+            else:
+                self.line(f"at_row, at_column = fl.place(tile % (high * wide), high, wide, {t.group})")
+            if self.halves:
+                # not "else", which Triton wants to define variables of the same shapes
+                for test, tall in (">", t.high), ("<=", t.high // 2):
+                    self.t = replace(t, high=tall)
+                    with self.scope(f"if end_row - first_row {test} {t.high // 2}:", footer=""):
+                        self.sum_tile()
+                self.t = t
+            else:
+                self.sum_tile()
             if self.how == "shares":
                 self.line("at += last - first")
-        return PartDraft(self, grid, t.warps, workspace, maps=tuple(self.maps.values()), waits=True,
+        stages = t.stages if self.how == "roles" else None
+        return PartDraft(self, grid, t.warps, workspace, stages, tuple(self.maps.values()), waits=True,
                          signals=self.how == "shares", fills=self.how in ("shares", "pieces"))
+
+    def sum_tile(self) -> None:
+        """Writes the sum of a tile, and what follows it."""
+        t = self.t
+        sums = [[self.fresh("sums") for _ in t.wides] for _ in self.k.products]
+        for names in sums:
+            for name, size in zip(names, t.wides, strict=True):
+                self.line(f"{name} = tl.zeros([{t.high}, {size}], {self.d.types[self.sums]})")
+        self.depth_loop(sums)
+        if self.how == "shares":
+            self.leave_or_take([name for names in sums for name in names])
+        with self.scope("if first == 0:" if self.how == "shares" else "if True:", footer=""):
+            for part, (at, size) in enumerate(self.column_parts()):
+                end = self.leave if self.how == "pieces" else self.finish
+                found = [names[part] for names in sums]
+                for names, start in self.halved(found, at, size) if t.ends == 2 else ((found, at),):
+                    end(names, start, size // t.ends)
+
+    def halved(self, sums: Sequence[str], at: str, wide: int) -> list[tuple[list[str], str]]:
+        """Writes the halves of sums' columns; returns their names and where they start."""
+        halves: tuple[list[str], list[str]] = [], []
+        for name in sums:
+            for half in halves:
+                half.append(self.fresh("half"))
+            self.line(f"{halves[0][-1]}, {halves[1][-1]} = tl.split(tl.permute(tl.reshape("
+                      f"{name}, [{self.t.high}, 2, {wide // 2}]), [0, 2, 1]))")
+        return [(halves[0], at), (halves[1], f"{at} + {wide // 2}")]
 
     def column_parts(self) -> list[tuple[str, int]]:
         """Returns the start and the length of each part of a tile's columns."""

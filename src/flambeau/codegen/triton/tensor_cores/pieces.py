@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flambeau.ir.index import Index, as_index, ceildiv, volume
-from flambeau.ir.tuning import Way
 
 from ..blocks import NARROWED
 from .shares import SharedTiles
 
 
 class PieceTiles(SharedTiles):
-    way: Way
-
     @property
     def pieces(self) -> int:
         """The number of pieces; an upper bound if the depth is known only at run time."""

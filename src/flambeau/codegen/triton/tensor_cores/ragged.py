@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from flambeau.ir.expr import Expr, const, index_value, masked, where
 from flambeau.ir.index import Index, Sym, as_index, volume
+from flambeau.ir.tuning import Way
 
 from ..blocks import power
 from .tiles import TileWriter
@@ -19,6 +20,7 @@ from .tiles import TileWriter
 
 class RaggedTiles(TileWriter):
     deep: int
+    way: Way
 
     @property
     def rows_in_parts(self) -> bool:
@@ -27,6 +29,11 @@ class RaggedTiles(TileWriter):
     @property
     def depth_in_parts(self) -> bool:
         return self.k.ragged is not None and self.k.ragged.along == "depth"
+
+    @property
+    def halves(self) -> bool:
+        """Whether a tile with at most half of its rows in its part is summed as one of half the height."""
+        return self.rows_in_parts and self.way.halves
 
     @property
     def of_part(self) -> tuple[Sym, ...]:
@@ -69,7 +76,8 @@ class RaggedTiles(TileWriter):
         return f"tl.sum(fl.pieces(begins, ends, {high}), 0)", f"({most} + {part.size.const})"
 
     def enter_part(self) -> None:
-        self.line(f"{self.sym(self.of_part[0])}, first_row, end_row = fl.share(at_row, begins, ends, {self.t.high})")
+        self.line(f"{self.sym(self.of_part[0])}, first_row, end_row, at_column = fl.share("
+                  f"tile % (high * wide), wide, begins, ends, {self.t.high}, {self.t.group})")
 
     def part_of_depth(self) -> tuple[str, str, str]:
         """Writes and returns where a part of the depth begins, where its last whole step ends, and where the part

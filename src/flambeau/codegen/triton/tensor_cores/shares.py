@@ -16,8 +16,6 @@ from .ragged import RaggedTiles
 
 
 class SharedTiles(RaggedTiles):
-    how: str
-
     def begin_share(self, tiles: str) -> str:
         """Writes a program's range of steps; returns the header of the loop over its tiles, or parts of tiles."""
         steps = self.index(ceildiv(volume(self.k.depth), as_index(self.deep)))

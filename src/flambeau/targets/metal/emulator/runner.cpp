@@ -1,10 +1,11 @@
-// Runs the threads of Metal kernels on a CPU, and watches them.
+// Runs Metal kernels on a CPU, and checks every memory access.
 //
-// Threads of a group are fibres: each runs until it ends, or until it has to wait for the others at a barrier or in step
-// with its simdgroup. Kernels are compiled with g++'s instrumentation for races (-fsanitize=thread), whose calls are
-// answered here: every access is looked up in the buffers of the launch, which are copies with nothing beside them, or in
-// threadgroup memory. What a Mac would do silently (skip a group that is too large, read what nobody wrote) is an error.
-#undef _FORTIFY_SOURCE  // fibres jump between stacks
+// Each thread of a group is a fibre: it runs until it ends, or until it has to wait at a barrier or for its simdgroup.
+// Kernels are compiled with g++'s instrumentation for races (-fsanitize=thread), and this file implements the calls that
+// it inserts. An access must be inside a buffer of the launch or in threadgroup memory; buffers are copied, with unused
+// memory around each copy. Errors that a Mac would ignore (a group that is too large, a read of uninitialised memory) are
+// reported.
+#undef _FORTIFY_SOURCE  // its checks of longjmp reject jumps between the stacks of fibres
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -21,10 +22,10 @@ namespace {
 constexpr int MOST_THREADS = 1024, WIDTH = 32, MOST_POINTERS = 1024, ARRAYS = 64;
 constexpr size_t STACK = 256 << 10, SHARED = 32 << 10, GAP = 64, ROOM = 64, WATCHED = 64 << 20;
 
-// ---- what the generated wrapper hands over (binding.py) ----------------------------------------------------
+// ---- passed by the generated wrapper (binding.py) ----------------------------------------------------
 
 struct Ids { uint32_t lane, group, item, size, groups, threads; };
-struct Buffer { void* pointer; int64_t first, end; int32_t itemsize, written; };  // bytes from the pointer
+struct Buffer { void* pointer; int64_t first, end; int32_t itemsize, written; };  // first, end: in bytes from the pointer
 struct Part { void (*run)(void** arguments, const Ids* ids); const char* name; int64_t threads; int32_t group, limit; };
 
 // ---- state of a launch -------------------------------------------------------------------------------------
@@ -39,12 +40,13 @@ struct Fibre {
   int line, turn;
 };
 
-// Who wrote and who read an element last: the thread (from 1 on, MANY: several), and after how many barriers.
+// The last write and read of an element: the thread (counted from 1; MANY: several threads), and the number of barriers
+// before it.
 struct Access { uint32_t writer, wrote, reader, read; };
 constexpr uint32_t MANY = 0xffffffffu, ATOMIC = 0xfffffffeu;
 
 struct Region {
-  uintptr_t from, to;  // of the copy
+  uintptr_t from, to;  // bounds of the copy
   char* original;
   char* memory;
   int32_t granule;
@@ -55,14 +57,15 @@ struct Region {
 struct Array { uint32_t offset, bytes; };
 
 Fibre fibres[MOST_THREADS];
-char *stacks, *unset;  // which bytes of them are arrays' that nobody has written yet
+char *stacks, *unset;  // unset: 1 for each byte of the stacks that is in an uninitialised array
 jmp_buf scheduler;
 char box[MOST_THREADS / WIDTH][2][WIDTH][16];
 Ids ids;
 const Part* part;
 void** given;
 int current;
-uint32_t passed, passed_device, group_begin;  // barriers; those of earlier groups
+// Barriers of this group for threadgroup memory; all barriers for device memory, and their number when the group began
+uint32_t passed, passed_device, group_begin;
 int barrier_flags;
 bool failed, collides;
 char message[1024];
@@ -100,7 +103,7 @@ void body() {
   }
 }
 
-void enter(int k) {  // until it waits or ends
+void enter(int k) {  // runs a thread until it waits or ends
   Fibre& f = fibres[k];
   current = k;
   ids.lane = (uint32_t)k;
@@ -123,7 +126,7 @@ void wait(State state, int line) {
   if (!_setjmp(f.place)) _longjmp(scheduler, 1);
 }
 
-bool alike(int from, int to, State state) {  // whether all of them have ended, or wait there
+bool alike(int from, int to, State state) {  // whether all threads are in this state, at the same line
   for (int k = from; k < to; ++k)
     if (fibres[k].state != state || (state != DONE && fibres[k].line != fibres[from].line)) return false;
   return true;
@@ -142,7 +145,7 @@ void diverged(int size) {
   }
 }
 
-// All of them, from anyone on, upward or downward: a kernel may count on no order.
+// Runs all threads, starting with a random one, in ascending or descending order: kernels must not depend on the order.
 void enter_all(int from, int to) {
   static uint32_t drawn = 1;
   drawn = drawn * 1664525u + 1013904223u;
@@ -171,7 +174,7 @@ void run_group(int size) {
     }
   }
   if (failed)
-    for (Fibre& f : fibres) f.started = false, f.turn = 0;  // where it was left, says nothing of the next launch
+    for (Fibre& f : fibres) f.started = false, f.turn = 0;  // the next launch starts new fibres
 }
 
 // ---- memory --------------------------------------------------------------------------------------------------
@@ -196,7 +199,7 @@ void touch(Access& a, uint32_t me, bool write, bool device, uint32_t now, const 
   if (write && a.writer == me && a.wrote == now && !a.reader && !collides) fail("writes byte %ld of %s twice, which nobody read", (long)at, what);
   if (write) a.writer = me, a.wrote = now, a.reader = 0;
   else if (device && a.reader && a.reader != me && (a.reader == MANY ? a.read < group_begin : (a.reader - 1) / (uint32_t)part->group != ids.group))
-    a.reader = MANY, a.read = 0;  // of several groups, which wait for nobody
+    a.reader = MANY, a.read = 0;  // readers are in different groups, which no barrier orders
   else a.reader = a.reader && a.reader != me && a.read == now ? MANY : me, a.read = now;
 }
 
@@ -207,7 +210,7 @@ void access(const void* pointer, uint32_t bytes, bool write, bool atomic = false
     else if (memchr(unset + k, 1, bytes)) fail("uninitialised: reads an element of an array of a thread, which it did not write");
     return;
   }
-  if (at - (uintptr_t)given < MOST_POINTERS * sizeof(void*)) return;  // pointers that share a buffer
+  if (at - (uintptr_t)given < MOST_POINTERS * sizeof(void*)) return;  // the array of pointers that several buffers share
   if (at - (uintptr_t)shared_memory < sizeof(shared_memory)) {
     const size_t k = at - (uintptr_t)shared_memory;
     for (size_t j = k; j < k + bytes; ++j) {
@@ -223,7 +226,7 @@ void access(const void* pointer, uint32_t bytes, bool write, bool atomic = false
   }
   for (int tries = 0, k = last_region; tries < region_count; ++tries, k = k + 1 == region_count ? 0 : k + 1) {
     Region& r = regions[k];
-    // A word that holds a small element may begin before the first one, or end behind the last.
+    // An atomic access to a word that contains a small element may extend beyond the buffer.
     const uintptr_t around = atomic ? bytes - 1 : 0;
     if (at + around < r.from || at >= r.to) continue;
     last_region = k;
@@ -244,7 +247,7 @@ void access(const void* pointer, uint32_t bytes, bool write, bool atomic = false
   fail("out of bounds: %s %u bytes %ld beside memory %ld of its buffers", write ? "writes" : "reads", bytes, (long)nearest, (long)which);
 }
 
-// Copies of what the buffers reach, one for those that overlap, with room around each and the same alignment.
+// Copies the buffers, with the same alignment and unused memory around each copy. Buffers that overlap share a copy.
 void take(const Buffer* buffers, int count, void** arguments) {
   region_count = last_region = 0;
   size_t watched = 0;
@@ -301,7 +304,7 @@ void give_back() {
 void dispatch(const Part& p, void** arguments) {
   part = &p, given = arguments;
   current = 0, ids.group = 0;
-  if (_setjmp(scheduler)) return;  // something is wrong before a thread runs
+  if (_setjmp(scheduler)) return;  // an error was found before a thread ran
   if (p.limit <= 0) fail("no [[max_total_threads_per_threadgroup]]: a group that is too large would be skipped silently");
   if (p.group > p.limit || p.limit > MOST_THREADS)
     fail("a group of %d threads, of a kernel for %d (%d at most): it would be skipped silently", p.group, p.limit, MOST_THREADS);
@@ -366,7 +369,7 @@ void flm_unset(const void* array, uint32_t bytes) { memset(unset + ((char*)array
 
 // ---- called by the wrapper, and by Python ----------------------------------------------------------------------
 
-// The fault that a kernel reported, 0 if there is none, or -1 if something is wrong with the kernel (flm_message).
+// Returns the fault that a kernel reported, 0 if there is none, or -1 if the kernel itself has an error (flm_message).
 int64_t flm_launch(const Buffer* buffers, int count, const Part* parts, int part_count, int collisions) {
   std::lock_guard<std::mutex> lock(one_launch);
   if (!stacks) {
