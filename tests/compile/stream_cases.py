@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -339,6 +340,7 @@ def test_recordings_take_turns_until_a_clock_has_decided(monkeypatch: pytest.Mon
     recorder, forgotten = RunsAgain(), []
     monkeypatch.setattr(type(get_target(DEV)), "recorder", lambda self: recorder)
     monkeypatch.setattr(recorder, "forget", forgotten.append, raising=False)
+    monkeypatch.setattr(overlap_choice, "TRIALS", WeakValueDictionary())  # without those of other tests
     monkeypatch.setattr(overlap_choice, "choice", lambda *_: 1)
     x, y = (t.requires_grad_() for t in matrices())
     run = torch.compile(branches, backend="flambeau", options={"streams": "auto", "graphs": True})
