@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -332,6 +333,29 @@ def test_what_was_faster_is_taken_from_then_on(several: int, monkeypatch: pytest
             automatic(lambda x, y: branches(x, y) + several, x, y)
             assert len(measured) == 1, turn
     assert (len(set(ran)) > 1) == bool(several)
+
+
+def test_recordings_take_turns_until_a_clock_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards and backwards of one program are replayed with those of the other in between."""
+    recorder, forgotten = RunsAgain(), []
+    monkeypatch.setattr(type(get_target(DEV)), "recorder", lambda self: recorder)
+    monkeypatch.setattr(recorder, "forget", forgotten.append, raising=False)
+    monkeypatch.setattr(overlap_choice, "TRIALS", WeakValueDictionary())  # without those of other tests
+    monkeypatch.setattr(overlap_choice, "choice", lambda *_: 1)
+    x, y = (t.requires_grad_() for t in matrices())
+    run = torch.compile(branches, backend="flambeau", options={"streams": "auto", "graphs": True})
+    plain = torch.compile(lambda x, y: branches(x, y), backend="flambeau")
+    before = RunsAgain.made
+    for step in range(2 * overlap_choice.TURNS * overlap_choice.CALLS + 4):
+        with torch.no_grad():
+            x.mul_(-0.9).add_(y, alpha=0.1)
+        x.grad = y.grad = None
+        run(x, y).sum().backward()
+        if step % 7 == 0:
+            want = torch.autograd.grad(plain(x, y).sum(), (x, y))
+            assert torch.equal(x.grad.cpu(), want[0].cpu()) and torch.equal(y.grad.cpu(), want[1].cpu()), step
+    assert RunsAgain.made >= before + 4  # a forward and a backward of both programs
+    assert len(forgotten) == 2 and not overlap_choice.TRIALS  # of the forward and of the backward; nothing is left
 
 
 def test_the_clock_runs_on_copies_that_lie_as_the_arguments_do(tmp_path: Path) -> None:

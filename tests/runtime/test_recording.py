@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -707,3 +708,13 @@ def test_settings() -> None:
     assert not check_options(None, None)["graphs"]
     with config.override(graphs=True):
         assert check_options(None, None)["graphs"] and not check_options({"graphs": False}, None)["graphs"]
+
+
+@pytest.mark.parametrize(("device", "copied"), [("cpu", True), ("cuda", False)])
+def test_what_a_device_sends_to_the_host_is_never_copied_there(device: str, copied: bool) -> None:
+    """It may still be on its way when a replay returns, and a copy by the host would not wait for it."""
+    made = SimpleNamespace(results=[torch.ones(()), torch.ones(4)])
+    take = graphs.Take({}, [], made, [], torch.device(device))  # type: ignore[arg-type]
+    addresses = [r.owned.data_ptr() for r in take.results if r.owned is not None]
+    out = take.give(("a test", device), [], {1})
+    assert [t.data_ptr() != address for t, address in zip(out, addresses, strict=True)] == [copied, copied]

@@ -273,7 +273,7 @@ def measure(device: str, tiny: bool, modes: Sequence[str], only: str | None, job
     """Yields the rows, again whenever there is more in them. `limit`: seconds for all of it."""
     rows = {label: OverlapRow(name, mode) for mode in modes for name in MODELS
             if wanted(label := f"{name} {mode}", only)}
-    seconds = min(1.0, limit * (1 - PREPARE) / max(len(rows), 1) / 4)
+    seconds = min(2.0, limit * (1 - PREPARE) / max(len(rows), 1) / 2)  # the choice and other clocks take the rest
     parts = {label: {"name": row.name, "mode": row.mode, "device": device, "tiny": tiny, "seconds": seconds}
              for label, row in rows.items()}
     for label, told in run("flambeau.bench.overlap", parts, jobs, limit, limit * PREPARE, threads(jobs), beside):

@@ -40,7 +40,7 @@ LEAST = 1 << 20  # bytes: smaller tensors are not worth a copy
 LONGEST_WAY = 64  # at most this many operators are recomputed for one saved tensor
 MARGIN = 0.9  # the share of the device's memory that "auto" lets a program use
 ROUNDS = 3  # choices of what is recomputed
-COPIES = 4  # launches that cost the host as much as a copy there and back, with its memory and its waits
+COPIES = 16  # launches that cost the host as much as a copy there and back, with its memory and its waits
 UNCHECKED = "saved_tensor_with_no_vc_check"  # a key in the meta of a saved tensor: torch saves these after the others
 Wish = str | float
 
@@ -194,12 +194,17 @@ def choose_again(forward: fx.Graph, backward: fx.Graph, results: int, given: Off
     def cost(s: Saved) -> float:
         return min(s.again, given.tuning.launch * COPIES if s.node in free else s.bytes / given.rate)
 
+    taken: list[Saved] = []
     while found and left > 0:
-        best = min(found, key=lambda s: cost(s) / min(s.bytes, left))
-        found.remove(best)
-        left -= best.bytes
-        if best.again <= cost(best):
-            names.update(best.way, (n.name for r in best.results for n in views_of(r)))
+        taken.append(min(found, key=lambda s: cost(s) / min(s.bytes, left)))
+        found.remove(taken[-1])
+        left -= taken[-1].bytes
+    for s in sorted(taken, key=cost, reverse=True):  # later choices may have made earlier ones unnecessary
+        if s.bytes <= -left:
+            taken.remove(s)
+            left += s.bytes
+        elif s.again <= cost(s):
+            names.update(s.way, (n.name for r in s.results for n in views_of(r)))
     return names
 
 
