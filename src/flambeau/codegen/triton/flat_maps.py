@@ -57,4 +57,7 @@ def is_idle(k: LoopKernel, room: int) -> bool:
     sizes = {v: k.about(v.size, block) for v, block in blocks.items()}
     lanes = math.prod(-(-sizes[v] // block) * block for v, block in blocks.items())
     known = all(v.size.is_const for v in k.outer[-2:])  # else the kernel would divide by run-time sizes
+    size = k.outer[-1].size
+    if known and size.const <= BLOCKS.short_line and size.const % BLOCKS.access:  # accesses would be single elements
+        return lanes > math.prod(sizes.values())
     return lanes * 100 > math.prod(sizes.values()) * (BLOCKS.lanes if known else BLOCKS.lanes_at_run)
