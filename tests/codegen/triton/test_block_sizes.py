@@ -154,3 +154,11 @@ def test_reads_apart_and_short_lines_have_adjacent_threads() -> None:
 def test_one_program_of_the_last_columns_reads_more_at_once() -> None:
     _, final = texts(lambda x: x.amax(0), torch.empty(1146233, 17))
     assert "tl.full([512, 16]" in final
+
+
+def test_tiles_cross_the_large_operand_rather_than_a_small_table() -> None:
+    """The operand is contiguous along the second dimension, and a table along the first."""
+    x, table = torch.empty(24, 27, 11, 208).permute(0, 3, 1, 2), torch.empty(208, 24).t()[:, :, None, None]
+    text, = texts(lambda x, y: (x + y).contiguous(), x, table)
+    axes = re.findall(r"(\w+) = .*tl\.arange", text)
+    assert sorted(axes) == ["g1", "g2g3"]
