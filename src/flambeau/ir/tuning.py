@@ -278,6 +278,7 @@ class BlockTuning(Tuning):
     written_out: int = number(1200, "expressions", "the most in unrolled rows; compile time grows with them")
     column_rows: int = number(64, "elements", "the longest reduced axis that is held as a whole beside columns")
     column_tile: int = number(4096, "elements", "the largest tile of columns that is held at the usual width")
+    column_read: int = number(32, "bytes", "the most that a thread reads of columns at once")
     column_thread: int = number(64, "elements", "the most of held columns for each thread")
     column_bytes: int = number(192, "bytes", "the most that a thread loads and stores of held columns")
     sector: int = number(32, "bytes", "the narrowest columns: what a cache requests from memory; twice that is better")

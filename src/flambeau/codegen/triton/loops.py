@@ -139,9 +139,13 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
                      and not at.symbols().isdisjoint(k.outer) for _, at in dict.fromkeys(k.accesses()))
         if self.line_axis is not None and k.is_crossed():
             values *= 2  # each is held twice, in the order of its memory and in that of the tile
-        if whole and k.vector in k.outer:
+        if whole and k.vector in k.outer and (k.scratch or k.reads_again()):
             return PartDraft(self, grid, warps_of_columns(k, self.elements()))
-        return PartDraft(self, grid, warps_for(self.elements(), self.programs, values))
+        warps = warps_for(self.elements(), self.programs, values)
+        if values == 1 and k.vector in k.outer and not whole:  # columns of wide elements: fewer of them for each thread
+            read = max((p.dtype.itemsize for p in k.params if not p.written), default=1)
+            warps = max(warps, min(BLOCKS.most_warps, self.elements() * read // (BLOCKS.warp * BLOCKS.column_read)))
+        return PartDraft(self, grid, warps)
 
     # ---- the tile --------------------------------------------------------------------------------------
 
