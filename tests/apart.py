@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from patience import output_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -15,8 +16,6 @@ def run_apart(cases: Path, *options: str, **environment: str) -> None:
     plain = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist",
                f"--rootdir={ROOT}", *options, str(cases)]
-    done = subprocess.run(command, env=plain | environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout
-    summary = done.stdout.strip().splitlines()[-1]
-    assert " passed" in summary and " failed" not in summary, done.stdout
+    said = output_of(command, plain | environment, 600, ROOT)
+    summary = said.strip().splitlines()[-1]
+    assert " passed" in summary and " failed" not in summary, said

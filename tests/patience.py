@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 IDLE = 0.01  # share of a core: a process that used less during a whole limit is blocked for good
@@ -33,3 +35,25 @@ def answers(pid: int, within: Callable[[float], bool], limit: float, stop: float
             break
         limit, before = limit - (now - before), now
     return False
+
+
+def output_of(command: Sequence[str], env: Mapping[str, str], limit: float, cwd: Path | None = None) -> str:
+    """What a command prints. Fails if it does not succeed within so many CPU seconds."""
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(command, env=env, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
+
+        def within(seconds: float) -> bool:
+            try:
+                return process.wait(seconds) is not None
+            except subprocess.TimeoutExpired:
+                return False
+
+        try:
+            ended = answers(process.pid, within, limit)
+        finally:
+            process.kill()
+        out.seek(0)
+        said = out.read()
+    assert ended, f"{command} took too long:\n{said}"
+    assert process.wait() == 0, said
+    return said

@@ -129,6 +129,22 @@ def test_a_file_that_does_not_load(tmp_path: Path) -> None:
         run_tests(settings, file, "stock", lambda tests: tests, State(settings, file, "stock"))
 
 
+def test_results_of_other_files_stay(tmp_path: Path) -> None:
+    """Each file says of which commit and day its results are."""
+    settings, file = written(tmp_path, "", kind="skeleton")
+    State(settings, file, DEVICE).add({"test": "TestA.test_b", "status": "passed", "seconds": 0})
+    found = report.results(settings, [file])
+    before = {**found, "commit": "one", "date": "2000-01-02",
+              "files": [{**found["files"][0], "file": name, "passed": 7} for name in ("test_other.py", file.path)]}
+    for row in before["files"]:
+        del row["commit"], row["date"]
+    both = {row["file"]: row for row in report.results(settings, [file], before)["files"]}
+    assert [both[name]["passed"] for name in (file.path, "test_other.py")] == [1, 7]
+    assert both["test_other.py"]["commit"] == "one" and both[file.path]["commit"] == found["commit"]
+    assert f"2000-01-02 to {found['date']};" in report.table({**found, "files": [*both.values()]})
+    assert len(report.results(settings, [file], {**before, "torch": "another"})["files"]) == 1
+
+
 @pytest.mark.slow
 def test_devices(tmp_path: Path) -> None:
     settings, file = written(tmp_path, DEVICES, kind="device")

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 ROUNDED = 3e-2  # tolerance, relative to the largest result: a library rounds its product before the next operator
 CLOSE = 1.5  # times the library's time, up to which other block shapes than the heuristic's are tried
+GAIN = 0.99  # share of the library's time that ours must stay below: smaller differences are noise
 WORTH = 0.02  # share of a product's time that fusion must be able to save
 MOST_NODES = 48  # nodes of a region: later ones get kernels of their own
 MOST_PRODUCTS = 3  # products of a region that our kernels may compute: the last ones
@@ -182,12 +183,12 @@ def measured(gm: fx.GraphModule, products: Sequence[fx.Node], target: Target, co
         with undecided():
             for k in range(1, len(runs)):
                 take(k)
-            best, seconds = fastest(target, candidates)
+            best, seconds = fastest(target, candidates, GAIN)
         close = [k for k in seconds if k and seconds[k] < CLOSE * seconds[0]]
         for k in close:  # build other block shapes if these may change the choice
             take(k)
         if close:
-            best, seconds = fastest(target, candidates)
+            best, seconds = fastest(target, candidates, GAIN)
     except Exception as error:  # whatever fails, the library computes it
         log.info("%s: not measured: %s: %s", names, type(error).__name__, error)
         return {"own": [], "why": f"kernels of ours could not be timed: {type(error).__name__}"}

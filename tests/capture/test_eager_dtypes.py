@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import flambeau
-
 CASES: dict[str, Callable[[torch.Tensor, Any], Any]] = {
     "pow": lambda x, n: x.pow(n) + 1,
     "powers of a list": lambda x, n: torch._foreach_pow([x, x], n),
@@ -36,14 +34,3 @@ def test_compiled(name: str, dtype: torch.dtype) -> None:
     compiled = torch.compile(f, backend="flambeau", dynamic=True)
     for n in (3, 5, -1, 300, 2, 1 << 20, -300):
         assert outcome(lambda n=n: compiled(x, n)) == outcome(lambda n=n: f(x, n)), n  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float32], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_on_the_device(name: str, dtype: torch.dtype) -> None:
-    """After some calls, programs there are for any number."""
-    flambeau.enable_device()
-    f, x = CASES[name], torch.tensor([1, 2, 3]).to(dtype)
-    there = x.to("flambeau")
-    for n in (3, 5, 7, 9, 6, -1, 300, 2, 1 << 20, -300):
-        assert outcome(lambda n=n: f(there, n)) == outcome(lambda n=n: f(x, n)), n  # type: ignore[misc]

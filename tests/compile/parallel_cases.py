@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -35,9 +36,18 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def network() -> nn.Sequential:
+class Network(nn.Sequential):
+    """Layers in one graph. Dynamo does not trace torch's own `forward` if a wrapper like DDP calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def network() -> Network:
     torch.manual_seed(3)
-    return nn.Sequential(*(Layer() for _ in range(3)), nn.Linear(DIM, 4))
+    return Network(*(Layer() for _ in range(3)), nn.Linear(DIM, 4))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +88,9 @@ def compare(device: str, rank: int, world: int, spread: Callable[[nn.Module], nn
         model = spread(network().to(device))
         run = torch.compile(model, backend="flambeau", options=options) if compiled else None
         data = batches(device, rank, world) if parts else batches(device, 0, 1)
+        counters.clear()
         found.append((trained(model, data, run), [whole(p) for p in model.parameters()]))
+        assert compiled == (counters["stats"]["unique_graphs"] > 0)
     alone = network()
     trained(alone, batches("cpu", 0, 1))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
@@ -151,6 +163,28 @@ def offloaded(device: str, rank: int, world: int) -> None:
 
 def automatic(device: str, rank: int, world: int) -> None:
     compare(device, rank, world, DistributedDataParallel, streams="auto")
+
+
+def communication(device: str, rank: int, world: int) -> None:
+    """The sums of one bucket's gradients are under way while the backward of the next one runs, as a trace shows."""
+    wide = 768
+    torch.manual_seed(3)
+    layers = [m for _ in range(6) for m in (nn.Linear(wide, wide), nn.ReLU())]
+    model = DistributedDataParallel(Network(*layers).to(device), bucket_cap_mb=2)
+    run = torch.compile(model, backend="flambeau")
+    x = torch.randn(256, wide).to(device)
+    for _ in range(3):  # DDP orders its buckets anew after the first step
+        run(x).sum().backward()
+    with torch.profiler.profile() as seen:
+        run(x).sum().backward()
+        torch.accelerator.synchronize() if device != "cpu" else None
+    spans: dict[str, list[tuple[float, float]]] = {"gloo:all_reduce": [], "CompiledFunctionBackward": []}
+    for event in seen.events():
+        if event.name in spans:
+            spans[event.name].append((event.time_range.start, event.time_range.end))
+    sums, computed = spans.values()
+    beside = sum(begin < start < end for begin, end in sums for start, _ in computed)
+    assert len(sums) >= 4 and len(computed) >= 4 and beside >= 2, sorted({e.name for e in seen.events()})
 
 
 def main(device: str, *names: str) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from flambeau.bench.models import Block
+from flambeau.bench.models import Block, token_loss
 from flambeau.capture.decompositions import table
 from flambeau.capture.kept_whole import whole_operators
 from flambeau.compile import offload
@@ -27,8 +28,20 @@ class Planned(Exception):
     """Ends a compilation when the graphs are there."""
 
 
-def plan(monkeypatch: pytest.MonkeyPatch, wish: Any, rate: float = LINK) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward of a block with the sizes that LM 24 has on a GPU, as one piece of a model."""
+class End(nn.Module):
+    """The end of LM 24, with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(1024), nn.Linear(1024, 32768, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return token_loss(self.head(self.norm(x)), torch.zeros(8, 1024, dtype=torch.long))
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, wish: Any, rate: float = LINK, end: bool = False
+         ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and backward of a block with the sizes that LM 24 has on a GPU, or of its end, as one piece."""
     monkeypatch.setattr(offload, "movable", lambda n: n.meta["val"].dim() > 0 and size_of(n.meta["val"]) >= 1 << 20)
     found: list[tuple[fx.GraphModule, fx.GraphModule]] = []
 
@@ -42,10 +55,14 @@ def plan(monkeypatch: pytest.MonkeyPatch, wish: Any, rate: float = LINK) -> tupl
             return aot_autograd(fw_compiler=lambda g, _: g, partition_fn=keep, decompositions=table(False))(gm, inputs)
 
     torch.compiler.reset()
-    block, x = Block(1024, 16, True).bfloat16(), torch.randn(8, 1024, 1024, dtype=torch.bfloat16, requires_grad=True)
+    piece = (End() if end else Block(1024, 16, True)).bfloat16()
     with pytest.raises(Exception, match="Planned"):
-        torch.compile(partial(block), backend=backend)(x)
+        torch.compile(partial(piece), backend=backend)(torch.randn(8, 1024, 1024).bfloat16().requires_grad_())
     return found[0]
+
+
+def products(graph: fx.Graph) -> int:
+    return sum(n.op == "call_function" and "mm" in str(n.target) for n in graph.nodes)
 
 
 @pytest.mark.parametrize("wish", [0.3, 0.55, 0.7])
@@ -59,9 +76,6 @@ def test_nothing_waits_while_something_can_be_recomputed(wish: float, monkeypatc
 
 
 def test_what_is_cheap_is_recomputed_and_what_is_expensive_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def products(graph: fx.Graph) -> int:
-        return sum(n.op == "call_function" and "mm" in str(n.target) for n in graph.nodes)
-
     (_, plain), (forward, backward) = plan(monkeypatch, None), plan(monkeypatch, 0.3)
     assert products(backward.graph) == products(plain.graph)  # activation and normalizations are enough
     forward, backward = plan(monkeypatch, 0.55)
@@ -71,3 +85,10 @@ def test_what_is_cheap_is_recomputed_and_what_is_expensive_is_sent(monkeypatch: 
     # Behind a fast link, products are not computed again either.
     _, backward = plan(monkeypatch, 0.55, 1e3)
     assert products(backward.graph) == products(plain.graph)
+
+
+def test_what_is_needed_at_once_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward begins with the logits: to make room for them in between would take time, and no memory less."""
+    (_, plain), (forward, backward) = plan(monkeypatch, None, end=True), plan(monkeypatch, 0.5, end=True)
+    assert products(backward.graph) == products(plain.graph) == 2
+    assert not forward.graph.find_nodes(op="call_function", target=send)

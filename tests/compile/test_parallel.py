@@ -15,8 +15,9 @@ CASES = Path(__file__).with_name("parallel_cases.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize(("device", "name"), [
-    *(("cpu", name) for name in ("ddp", "fsdp", "tensor_parallel")),
-    *(("flambeau", name) for name in ("loader", "ddp", "fsdp", "tensor_parallel", "automatic", "offloaded")),
+    *(("cpu", name) for name in ("ddp", "fsdp", "tensor_parallel", "communication")),
+    *(("flambeau", name) for name in ("loader", "ddp", "fsdp", "tensor_parallel", "automatic", "offloaded",
+                                      "communication")),
 ])
 def test_processes(processes: int, device: str, name: str) -> None:
     if device == "flambeau":

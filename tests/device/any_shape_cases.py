@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections import Counter
@@ -368,6 +369,22 @@ def test_numbers_that_change_with_the_shape(kernels: list[str]) -> None:
         x = torch.rand(n)
         torch.testing.assert_close((x.to(DEV) / (n + 0.5)).cpu(), x / (n + 0.5))
     assert len(kernels) <= 4
+
+
+def test_strides_where_numbers_change() -> None:
+    """A program whose numbers are arguments asks eager for strides with some number."""
+    for shape in ((10, 3, 1, 1), (4, 3, 8, 8), (7, 3, 1, 1), (5, 1, 4, 4)):
+        x = torch.rand(shape, dtype=torch.float64).to(memory_format=torch.channels_last)
+        for n in (3, 5, 7, 11):
+            got = x.to(DEV) * n
+            assert got.stride() == (x * n).stride(), (shape, n)
+            torch.testing.assert_close(got.cpu(), x * n)
+
+
+def test_roots_where_exponents_change() -> None:
+    x = torch.tensor([-math.inf, math.inf, -0.0, 0.0, -1.0, 4.0, math.nan])
+    for e in (0.3, 0.5, 0.7, -0.5, -1.5):
+        torch.testing.assert_close(1 / (x.to(DEV) ** e).cpu(), 1 / x**e, equal_nan=True)
 
 
 def test_the_operators_that_are_made_for_one_shape() -> None:

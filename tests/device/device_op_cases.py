@@ -128,6 +128,20 @@ def test_numbers_and_promotion() -> None:
     close(numbers(5, dtype=torch.bfloat16).to(DEV) + 1.5, numbers(5, dtype=torch.bfloat16) + 1.5)
 
 
+def test_compiled_numbers_of_data() -> None:
+    def f(n: torch.Tensor, x: torch.Tensor) -> tuple[Any, ...]:
+        k, z = (n + 1).item(), x * 2
+        torch._check(k >= 0)
+        torch._check(k <= 5)
+        return z.sin() * k, z[:k].sum(), torch.zeros(k) + 1, k, z.round().nonzero().shape[0]
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(f, backend="flambeau", fullgraph=True)
+        for k in (3, 0, 2):
+            n, x = torch.tensor(k), torch.rand(5, 4)
+            torch.testing.assert_close(compiled(n.to(DEV), x.to(DEV)), f(n, x), check_device=False)
+
+
 def test_numbers_that_change_are_arguments(compiled: list[Any]) -> None:
     x, y = numbers(6), numbers(6).abs() + 1
     for k in range(8):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from patience import output_of
 
 pytest.importorskip("pyopencl", reason="PyOpenCL is not installed: pip install 'flambeau[opencl]'")
 
@@ -26,10 +27,7 @@ def run(*command: str, path: Path | None = None) -> str:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if path else "0",
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", path or "", os.environ.get("PYTHONPATH", "")))),
     }
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", *command], env=given, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return output_of([sys.executable, "-W", "error::UserWarning", *command], given, 300)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-import flambeau
 from agreement import agree, through
 from samples import samples_agree
 
@@ -120,10 +119,8 @@ def test_roots_and_powers_of_one_half(dtype: torch.dtype) -> None:
 def test_roots_as_powers_of_run_time_numbers() -> None:
     x = torch.tensor([-math.inf, math.inf, -0.0, 0.0, -1.0, 4.0, math.nan] * 5)
     compiled = torch.compile(lambda x, e: x**e * 1, backend="flambeau", dynamic=True)
-    flambeau.enable_device()
     for e in (0.3, 0.5, 0.7, -0.5, -1.5):
-        for found in (compiled(x, e), (x.to("flambeau") ** e).cpu()):
-            torch.testing.assert_close(1 / found, 1 / x**e, equal_nan=True)
+        torch.testing.assert_close(1 / compiled(x, e), 1 / x**e, equal_nan=True)
 
 
 def test_a_scalar_is_rounded_to_what_it_is_compared_with() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--redo", default="", help="statuses that are run again: failed,crashed,hung,passed,skipped")
     parser.add_argument("--state", type=Path, default=PROJECT / "build" / "torch-tests", help="what is known so far")
     parser.add_argument("--json", type=Path, default=None, help="write the results to this file")
+    parser.add_argument("--keep", action="store_true", help="what that file says of test files that are not run stays")
     parser.add_argument("--report-only", action="store_true", help="run nothing")
     args = parser.parse_intermixed_args()
     part, parts = (int(number) for number in args.shard.split("/"))
@@ -38,7 +40,8 @@ def main() -> int:
         files.remove(file)
     if not args.report_only:
         Suite(settings, files, lambda text: print(text, flush=True)).run()
-    results = report.results(settings, files)
+    before = json.loads(args.json.read_text()) if args.keep and args.json and args.json.exists() else None
+    results = report.results(settings, files, before)
     if args.json:
         args.json.write_text(report.as_json(results))
     print(report.table(results))

@@ -10,27 +10,33 @@ import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from flambeau.results_file import origin
 
-from .files import DEVICE, KINDS, File, common_name
+from .files import DEVICE, FILES, KINDS, File, common_name
 from .reasons import UNEXPLAINED, reason
 from .runner import BAD, LOADING, Settings, State
 
 BEGIN, END = "<!-- torch-tests: written by `make docs` -->", "<!-- /torch-tests -->"
 
 
-def results(settings: Settings, files: Iterable[File]) -> dict[str, Any]:
-    """Plain data: per file counts, and each failure with its reason."""
+def results(settings: Settings, files: Iterable[File], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Plain data: per file counts, and each failure with its reason. `before`: results whose other files are kept.
+    Each file has the commit and the date of its run."""
     import torch
 
-    rows = [row for file in files if (row := _row(settings, file)) is not None]
-    return {**origin(), "torch": torch.__version__, "python": platform.python_version(),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "dtypes": list(settings.dtypes), "files": rows}
+    found = {**origin(), "torch": torch.__version__, "python": platform.python_version(),
+             "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "dtypes": list(settings.dtypes)}
+    run = {"commit": found["commit"], "date": found["date"]}
+    rows = {row["file"]: {**run, **row} for file in files if (row := _row(settings, file)) is not None}
+    if before is not None and (before["torch"], before["dtypes"]) == (found["torch"], found["dtypes"]):
+        run = {"commit": before["commit"], "date": before["date"]}
+        rows = {row["file"]: {**run, **row} for row in before["files"]} | rows
+    order = {file.path: k for k, file in enumerate(FILES)}
+    return {**found, "files": sorted(rows.values(), key=lambda row: order.get(row["file"], len(order)))}
 
 
 def _row(settings: Settings, file: File) -> dict[str, Any] | None:
@@ -85,7 +91,9 @@ def share(row: dict[str, Any]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     names = ("tests", "ran", "passed", "failed", "not applicable", "skipped", "no reference")
-    lines = [f"torch {found['torch']}, {found['date']}; tests of {', '.join(found['dtypes'])} or of no dtype.", "",
+    dates = sorted({row.get("date", found["date"]) for row in found["files"]} or {found["date"]})
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    lines = [f"torch {found['torch']}, {days}; tests of {', '.join(found['dtypes'])} or of no dtype.", "",
              f"| file | {' | '.join(names)} | passed of those that apply |", "|---|" + "---|" * (len(names) + 1)]
     rows = [{"ran": row["tests"], "title": _short(row["file"])} | row for row in found["files"]]
     for kind in KINDS:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -88,12 +89,15 @@ def products(draw: random.Random, count: int, scale: int) -> Iterator[Case]:
 
 
 def tails(draw: random.Random, count: int, scale: int) -> Iterator[Case]:
-    shapes = [(8192, 4096, 8192)] * (len(TAILS) + 1)
-    shapes += [(round(2 ** draw.uniform(9, 14) / 64) * 64, round(2 ** draw.uniform(9, 13) / 64) * 64,
-                round(2 ** draw.uniform(9, 13) / 64) * 64) for _ in range(count)]
+    """Yields every tail with one large shape, and others with drawn ones, in turns."""
     names = [*TAILS, "SwiGLU"]
-    for k, (m, n, depth) in enumerate(shapes):
-        m, n, depth = (max(16, s // scale) for s in (m, n, depth))
+    large = [(8192, 4096, 8192)] * len(names)
+    drawn = [(round(2 ** draw.uniform(9, 14) / 64) * 64, round(2 ** draw.uniform(9, 13) / 64) * 64,
+              round(2 ** draw.uniform(9, 13) / 64) * 64) for _ in range(count)]
+    numbered = [*enumerate(large + drawn)]
+    turns = zip_longest(numbered[:len(large)], numbered[len(large):])
+    for k, shape in (at for turn in turns for at in turn if at is not None):
+        m, n, depth = (max(16, s // scale) for s in shape)
         name = names[k % len(names)]
         two = name == "SwiGLU"
         function, matrices = (swiglu, 0) if two else TAILS[name]
@@ -150,7 +154,7 @@ def experts(draw: random.Random, scale: int) -> Iterator[Case]:
                     torch.tensor(ends, dtype=torch.int32, device=device)]
 
         yield Case(f"{count}, {rows} x {columns} x {depth}", GROUPED, grouped, (), work, made=made,
-                   peers=("eager", "inductor", "flambeau"))
+                   peers=("eager", "inductor", "flambeau", "own"))
 
 
 def cases(seed: int, scale: int = 1, count: int = 60, tailed: int = 20) -> list[Case]:

@@ -318,7 +318,7 @@ def traced(n: fx.Node) -> Any:
     mode = next((t.fake_mode for t in flat(val) if isinstance(t, FakeTensor)), None)
     if mode is None:
         return val
-    args, named = fx.node.map_aggregate((n.args, n.kwargs), lambda x: x.meta["val"] if isinstance(x, fx.Node) else x)
+    args, named = fx.node.map_arg((n.args, n.kwargs), example)
     try:
         with mode:
             new = n.target(*args, **named)  # type: ignore[operator]
@@ -387,10 +387,15 @@ def arguments(n: fx.Node, samples: SizeSamples, k: int) -> Any:
     return fx.node.map_aggregate((n.args, n.kwargs), lambda x: plain(x, samples, k))
 
 
+def example(n: fx.Node) -> Any:
+    """What stands for a node's result when its users are asked for strides; for a run-time number, some number."""
+    return n.meta.get("example", n.meta["val"])
+
+
 def plain(x: Any, samples: SizeSamples, k: int) -> Any:
     """An argument at the numbers of sample k."""
     if isinstance(x, fx.Node):
-        x = x.meta["val"]
+        x = example(x)
     if isinstance(x, (torch.SymFloat, torch.SymBool)):
         return x.node.hint  # no layout depends on it, and asking for its value would add a guard
     return bare(x, samples, k) if isinstance(x, torch.Tensor) else samples.value(x, k) if isinstance(

@@ -271,7 +271,8 @@ class Writer:
             return d.cast(args[0], whole.dtype, e.dtype)
         if e.op == "where":
             cond, yes, no = (self.emit(a)[0] for a in e.args)
-            branches = cond < max(yes, no) or self._calls(e)
+            # Floats of 16 bits are computed from wider ones, which compilers do only where they are chosen.
+            branches = cond < max(yes, no) or self._calls(e) or (is_float(e.dtype) and e.dtype.itemsize == 2)
             return (d.choice if branches else "{} ? {} : {}").format(*args)
         if e.op == "philox":
             return f"({d.types[torch.int64]}){d.function.format('philox')}({', '.join(args)}, {e.attr})"

@@ -96,7 +96,16 @@ def saved_by(forward: fx.Graph, backward: fx.Graph, results: int, machine: Machi
         found[base].results.append(n)
     for s in found.values():
         s.used = min(used.get(x.name, 0.0) for x in s.results)
+    if ends(forward, results):  # what is needed sooner than it could be back stays
+        found = {n: s for n, s in found.items()
+                 if now - s.made + s.used >= min(s.again, 2 * s.bytes / machine.rate)}
     return sorted(found.values(), key=lambda s: s.made), now
+
+
+def ends(forward: fx.Graph, results: int) -> bool:
+    """Whether a model ends here, with a loss: then the backward follows at once."""
+    outputs: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
+    return sum(size_of(n.meta.get("val")) for n in outputs[:results] if isinstance(n, fx.Node)) < LEAST
 
 
 def movable(n: fx.Node) -> bool:
@@ -200,7 +209,8 @@ def choose_sent(forward: fx.Graph, backward: fx.Graph, results: int, given: Offl
     found, end = saved_by(forward, backward, results, Machine(given.tuning, given.rate))
     sent: list[Saved] = []
     free = beside(found, end, given)
-    for s in (*free, *(s for s in found if s not in free)):
+    waits = [] if given.part and ends(forward, results) else [s for s in found if s not in free]
+    for s in (*free, *waits):
         if sum(x.bytes for x in sent) >= wanted:
             break
         sent.append(s)

@@ -111,6 +111,8 @@ class CpuTuning(Tuning):
     bodies: int = number(4, "copies", "loop bodies that compilers may interleave to keep several vectors in flight")
     row_steps: int = number(4, "steps", "the fewest of all lanes in a row; with fewer, joining lanes dominates")
     columns: int = number(512, "columns", "reduced side by side: their partial results stay in the first-level cache")
+    columns_kept: int = number(16, "columns", "the fewest that one kernel reads in one order and writes in another")
+    row_kept: int = number(16384, "bytes", "the longest row for which one kernel does so: half of a first-level cache")
     few_columns: int = number(32, "columns", "with so few, several rows are summed side by side to fill vectors")
     wide_columns: int = number(256, "columns", "the most columns that such rows make together: 1 KB of partial sums")
     turn_rows: int = number(16, "rows", "the fewest rows of each of the sums that run side by side")
@@ -370,6 +372,7 @@ class ProductTile:
     warps: int
     group: int = 8
     least_steps: int = 4  # the fewest steps of a program, if all steps are divided among as many programs as possible
+    ends: int = 1  # results are computed and stored in so many parts of the columns, which takes less shared memory
     tail: int = 0  # operations that follow each sum
     loose: bool = False  # factors are loaded element by element, through registers
 
@@ -463,13 +466,14 @@ BLOCKS = BlockTuning()
 # Each was the fastest somewhere among 24 forms on an H200 (12 shapes, bfloat16); the first is as fast as cuBLAS from
 # 4096 rows, columns and depth on.
 TILES = (ProductTile(128, (128, 128), 128, 4, 8), ProductTile(128, (256,), 128, 3, 8),
+         ProductTile(128, (256,), 128, 4, 8), ProductTile(128, (256,), 128, 4, 4),
          ProductTile(128, (128,), 128, 4, 4), ProductTile(128, (128,), 128, 4, 8), ProductTile(256, (128,), 128, 3, 8),
          ProductTile(128, (128, 64), 128, 4, 8), ProductTile(64, (128,), 128, 4, 4), ProductTile(64, (64,), 128, 5, 4),
          ProductTile(64, (64,), 256, 3, 4), ProductTile(64, (32,), 256, 4, 4), ProductTile(64, (16,), 256, 4, 4),
          ProductTile(128, (64,), 128, 4, 4), ProductTile(128, (64,), 128, 6, 4), ProductTile(128, (32,), 256, 4, 4),
-         ProductTile(128, (128,), 128, 3, 4), ProductTile(128, (256,), 128, 4, 4), ProductTile(128, (256,), 128, 3, 4),
-         ProductTile(128, (64, 16), 128, 5, 4),
+         ProductTile(128, (128,), 128, 3, 4), ProductTile(128, (64, 16), 128, 5, 4),
          ProductTile(128, (64, 32), 128, 5, 4), ProductTile(128, (32,), 128, 4, 4), ProductTile(128, (16,), 128, 4, 4))
+
 
 @dataclass(frozen=True)
 class AttentionTile:

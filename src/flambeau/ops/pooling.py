@@ -19,7 +19,17 @@ from flambeau.ir.scalar import clamp, eq, fold_over, isnan, round_to, sum_over
 from flambeau.ops.facts import EVERYWHERE, NOWHERE, describe
 from flambeau.ops.plane import Bounds, Place, all_of, flat, nearest, padded, split, together, within
 from flambeau.ops.registry import lower, to_dtype
-from flambeau.ops.separable import along_shares, are_long, few_taps, share_length, share_lengths, share_of, tabled
+from flambeau.ops.separable import (
+    Ends,
+    along_shares,
+    are_long,
+    few_taps,
+    share_length,
+    share_lengths,
+    share_of,
+    tabled,
+    tabled_span,
+)
 
 aten = torch.ops.aten
 
@@ -351,12 +361,17 @@ def adaptive_max_pool(rank: int) -> tuple[Callable[..., Any], Callable[..., Any]
             return NotImplemented  # eager raises the error
         pairs = list(zip(grad.shape[-rank:], x.shape[-rank:], strict=True))
         counts = [share_lengths(m, n)[1] for m, n in pairs]
+        known = [m.is_const and n.is_const for m, n in pairs]
+
+        def span_of(m: Index, n: Index) -> Ends:
+            return lambda k: share_of(k, m, n)
+
+        spans = [span_of(m, n) if k else tabled_span(n, m, span_of(m, n)) for (m, n), k in zip(pairs, known)]
 
         def windows(here: Place) -> Bounds:
             """Constant bounds if sizes are known: a window too far away cannot have saved the position."""
-            spans = [share_of(k, m, n) for k, (m, n) in zip(here, pairs, strict=True)]
-            known = [m.is_const and n.is_const for m, n in pairs]
-            return [(lo, lo + c if k else hi) for (lo, hi), c, k in zip(spans, counts, known, strict=True)]
+            bounds = [span(k) for span, k in zip(spans, here, strict=True)]
+            return [(lo, lo + c if k else hi) for (lo, hi), c, k in zip(bounds, counts, known, strict=True)]
 
         inputs, outputs = (about(product(v.shape), build.graph().typical, 0) for v in (x, grad))
         return max_gradient(grad, x, indices, rank, math.prod(counts) * inputs / max(outputs, 1), windows)

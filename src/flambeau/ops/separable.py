@@ -12,10 +12,12 @@ import torch
 from flambeau.ir import build
 from flambeau.ir.dtypes import DType
 from flambeau.ir.expr import Expr, cast, computed, index_value, rewrite, where
-from flambeau.ir.index import Index, Op, Sym, about, as_index, ceildiv, minimum
+from flambeau.ir.index import Dyn, Index, Op, Sym, about, as_index, ceildiv, minimum
 from flambeau.ir.nodes import Combine, Value, as_indices, dim_vars, narrow
 from flambeau.ir.scalar import fold_over, ne, sum_over
 from flambeau.ops.plane import Place, nearest, together, within
+
+Ends = Callable[[Index], tuple[Index, Index]]  # the first and the end of a range for each element of a dimension
 
 
 def table(size: Index, body: Callable[[Index], Expr]) -> Callable[[Index], Expr]:
@@ -31,12 +33,23 @@ def position_table(size: Index, source: Index, body: Callable[[Index], Expr]) ->
 
 
 def tabled(size: Index, source: Index, fn: Callable[[Index], Index]) -> Callable[[Index], Index]:
-    """A position for each element of a dimension, stored in a table if it takes more than a multiplication."""
+    """A position for each element of a dimension, stored in a table if it takes more than a multiplication and reads.
+    """
     here, = as_indices(dim_vars((size,)))
-    if all(isinstance(a, Sym) or (isinstance(a, Op) and (splits(a, size) or is_free(a))) for a in fn(here).atoms()):
+    free = (isinstance(a, (Sym, Dyn)) or (isinstance(a, Op) and (splits(a, size) or is_free(a)))
+            for a in fn(here).atoms())
+    if all(free):
         return fn
     t = table(size, lambda o: cast(index_value(fn(o)), narrow(source)))
     return lambda o: computed(t(o), *fn(here).bounds())
+
+
+def tabled_span(size: Index, source: Index, span: Ends) -> Ends:
+    """A range of a dimension for each element of another, from tables where divisions take time."""
+    if build.graph().capabilities.waits_for_memory:
+        return span
+    low, high = tabled(size, source, lambda i: span(i)[0]), tabled(size, source + 1, lambda i: span(i)[1])
+    return lambda i: (low(i), high(i))
 
 
 def splits(a: Op, size: Index) -> bool:
@@ -84,7 +97,8 @@ def column(size: Index, source: Index, span: Span, weight: Callable[[Index, Inde
         return minimum(span(i)[0], source - 1)  # an empty span may start at the end
 
     if most is None:
-        return Column(size, span, weight, dtype, None, low_of, None)
+        ends = tabled_span(size, source, lambda i: span(i)[:2])
+        return Column(size, lambda i: (*ends(i), None), weight, dtype, None, low_of, None)
     first = tabled(size, source, low_of)
     if most > LONG:  # stored along rows, as the reduced elements are
         weights = build.pointwise((size, as_index(most)), lambda i: weight(low_of(i[0]) + i[1], i[0]))
@@ -195,8 +209,8 @@ def along_shares(shape: Sequence[Index], dim: int, size: Index, read: Callable[[
         return lambda i: [v.load(i) for v in values]
 
     if not (size.is_const and source.is_const):
-        return made(lambda i: fold_over([share_of(i[dim], source, size)], combine.identity,
-                                        lambda j, c: step(c, element(i, j[0]))))
+        span = tabled_span(size, source, lambda o: share_of(o, source, size))
+        return made(lambda i: fold_over([span(i[dim])], combine.identity, lambda j, c: step(c, element(i, j[0]))))
     least, most = share_lengths(source, size)
     start = tabled(size, source, lambda o: share_of(o, source, size)[0])
     length = share_length(source, size, torch.int32)

@@ -29,7 +29,7 @@ from flambeau.ops.facts import EVERYWHERE, NOWHERE, Exact, describe
 from flambeau.ops.fixedpoint import resize_bytes
 from flambeau.ops.plane import Place, cubic_weights, pick, split
 from flambeau.ops.registry import lower
-from flambeau.ops.separable import Column, column, gather_all, position_table
+from flambeau.ops.separable import Column, column, gather_all, position_table, table
 from flambeau.torch_compat.decomp import suggest_memory_format, upsample_compute_output_size
 from flambeau.torch_compat.ops import OpOverload
 
@@ -300,12 +300,21 @@ class Linear(Axis):
         return [(left, 1 - t), (smaller(left + 1, self.last), t)]
 
     def weight(self, o: Index, y: Index) -> Expr:
-        x = clamp(self.source(o), 0, self.last)
+        return self.close_to(clamp(self.source(o), 0, self.last), y)
+
+    def close_to(self, x: Expr, y: Index) -> Expr:
         return larger(1 - abs_(x - index_value(y, self.dtype)), 0)
+
+    def outputs(self) -> Column:
+        if (self.n.is_const and self.m.is_const) or build.graph().capabilities.waits_for_memory:
+            return super().outputs()
+        source = table(self.m, lambda o: clamp(self.source(o), 0, self.last))
+        return column(self.n, self.m, self.reach, lambda o, y: self.close_to(source(o), y), self.dtype)
 
 
 class Cubic(Linear):
     before = after = 4
+    outputs = Axis.outputs
 
     @property
     def copies(self) -> bool:

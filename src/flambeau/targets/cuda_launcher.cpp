@@ -1,7 +1,7 @@
 // Starts Triton's machine code on an NVIDIA GPU from Python: `Launch` one kernel, `Plan` several in a row.
 //
-// The CUDA driver is loaded at run time, so that this compiles where there is none. A launch asks no Python object for
-// anything it has seen before: which code fits the arguments, and how many programs their sizes take, is remembered.
+// The CUDA driver is loaded at run time, so that this compiles on machines without it. A launch calls Python only for
+// new cases: the variant of machine code for its arguments, and the number of programs for its sizes, are remembered.
 
 #include "launcher.h"
 
@@ -49,14 +49,14 @@ constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SI
 constexpr int kUsualShared = 48 << 10;
 constexpr unsigned kPortableMapped = 3;  // CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 
-// What the surroundings provide, as Python callables.
+// Python functions that this module calls.
 PyObject* current_device = nullptr;  // () -> index
 PyObject* current_stream = nullptr;  // (index) -> address
 PyObject* workspace = nullptr;       // (index, stream, bytes) -> address
 PyObject* flags = nullptr;           // (index, stream) -> address of words that are zero between launches
 
-// Kernels report faults in memory of the host that the GPU can write: a place for each kernel that checks anything, as
-// long as there are places; the first is for all the others. They are read before the next launch, without waiting.
+// Kernels report faults in host memory that the GPU can write. Each kernel that checks data has a slot there; if there
+// are no more slots, kernels share the first. The slots are read before the next launch, without waiting.
 constexpr size_t kPlaces = 1024;
 int64_t* faults = nullptr;
 unsigned long long faults_on_device = 0;
@@ -76,7 +76,7 @@ bool primary_context(int device, Handle& context) {
          check(driver.retain_context(&context, handle), "cuDevicePrimaryCtxRetain");
 }
 
-// torch has made the device current for its own calls; a thread that did not make any yet has no context.
+// torch makes the device current for its own calls; a thread that has made none has no context yet.
 bool enter(int device) {
   Handle context = nullptr;
   if (!check(driver.get_context(&context), "cuCtxGetCurrent")) return false;
@@ -126,7 +126,7 @@ PyObject* open_driver(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Machine code into the context of a device: the address of its function.
+// Loads machine code into the context of a device, and returns the address of its function.
 PyObject* load(PyObject*, PyObject* args) {
   const char *code, *name;
   Py_ssize_t length;
@@ -148,23 +148,23 @@ PyObject* load(PyObject*, PyObject* args) {
 
 // ---------------------------------------------------------------------------------------------------- Launch
 
-constexpr size_t kRank = 5;  // of a tensor that the copy engine moves tiles of, at most
+constexpr size_t kRank = 5;  // the highest rank of a tensor whose tiles the copy engine moves
 
-// What the compiler says of a tensor map.
+// The description of a tensor map by the compiler.
 struct Block {
-  size_t number;  // among the part's
+  size_t number;  // among those of the part
   int dtype, swizzle;
   std::vector<uint32_t> sides;  // innermost first
 };
 
-// What a call's sizes say of it.
+// The part of a tensor map's description that depends on a call's sizes.
 struct Tensor {
-  int64_t pointer, start;  // which of the kernel's, -1 for the workspace; in bytes
+  int64_t pointer, start;  // index of the kernel's pointer, or -1 for the workspace; offset in bytes
   size_t rank;
   uint64_t shape[kRank], steps[kRank];  // innermost first; steps in bytes, the first of which is an element
 };
 
-// A tensor map with the arguments that go with it: shape and steps, outermost first.
+// A tensor map with the arguments that follow it: shape and steps, outermost first.
 struct alignas(64) Map {
   char words[128];
   int32_t shape[kRank];
@@ -175,11 +175,11 @@ struct Part {
   Handle function;
   unsigned threads, shared;
   size_t scratch;  // bytes for each program
-  bool waits;      // for what is before it, by itself
+  bool waits;      // the kernel itself waits for earlier ones
   std::vector<Block> blocks;
 };
 
-// What code may assume; see Facts in triton_compile.py.
+// Facts that machine code may rely on; see Facts in triton_compile.py.
 struct Facts {
   int64_t device;
   bool aligned;
@@ -200,22 +200,22 @@ struct Grid {
   unsigned x, y, z;
 };
 
-// How many programs each part has for these sizes, the bytes of the workspace, and whether indices leave 32 bits.
+// For these sizes: the number of programs of each part, the bytes of the workspace, and whether indices need 64 bits.
 struct Shape {
   std::vector<int64_t> sizes;
   std::vector<Grid> grids;
-  std::vector<std::vector<Tensor>> tensors;  // of each part
+  std::vector<std::vector<Tensor>> tensors;  // for each part
   size_t work;
   bool wide;
 };
 
 struct Kernel {
-  std::vector<std::unique_ptr<Variant>> variants;  // which do not change
+  std::vector<std::unique_ptr<Variant>> variants;  // never changed
   Shapes<Shape> shapes;
-  size_t place = 0;  // among the faults
-  uint64_t words = 0;  // bits: the sizes that are just numbers
-  bool cleared = true;  // its workspace begins as zeros
-  bool signals = false;  // its programs use flags
+  size_t place = 0;  // its slot for faults
+  uint64_t words = 0;  // bit mask of the sizes that no shape depends on
+  bool cleared = true;  // its workspace has to be zero at the start
+  bool signals = false;  // its programs tell each other about finished work by flags
 };
 
 struct Launch {
@@ -227,7 +227,7 @@ struct Launch {
   Kernel* kernel;
 };
 
-// One launch of a call, with its arguments and what was found out about them.
+// One launch of a call: its arguments, and the facts about them.
 struct Work : Given<Launch> {
   Facts facts;
   const Variant* variant = nullptr;
@@ -238,7 +238,7 @@ struct Work : Given<Launch> {
 
 Facts facts_of(const Work& work, int64_t device) {
   uint64_t bits = 0, sizes = 0;
-  // What has no elements may have no address either, and cannot be described to the copy engine.
+  // The copy engine does not accept empty tensors, which may have no address.
   const bool described = work.launch->maps != Py_None;
   for (size_t i = 0; i < work.pointer_count; ++i) {
     bits |= described && work.p[i] == 0 ? 1 : static_cast<uint64_t>(work.p[i]);
@@ -264,7 +264,7 @@ const Variant* made(Launch* launch, const Facts& facts) {
   if (!given) return nullptr;
   Owned items(PySequence_Tuple(given.get()));
   if (!items) return nullptr;
-  if (const Variant* other = known(*launch->kernel, facts)) return other;  // another thread was faster
+  if (const Variant* other = known(*launch->kernel, facts)) return other;  // another thread built it meanwhile
   auto variant = std::make_unique<Variant>();
   variant->facts = facts;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.get()); ++i) {
@@ -332,7 +332,7 @@ std::shared_ptr<const Shape> shaped(const Work& work) {
   return work.launch->maps == Py_None || tensors(work, *shape) ? kernel.shapes.keep(work, std::move(shape)) : nullptr;
 }
 
-// Bytes that the compiler asked for beside the workspace: the parts run one after the other and share them.
+// Bytes that the compiler needs in addition to the workspace. The parts run one after the other, and share them.
 size_t scratch_of(const Work& work) {
   size_t most = 0;
   for (size_t i = 0; i < work.shape->grids.size(); ++i) {
@@ -342,7 +342,7 @@ size_t scratch_of(const Work& work) {
   return most;
 }
 
-// The tensor maps of a part, and pointers to them and to what goes with each.
+// The tensor maps of a part, with pointers to them and to the arguments that follow each.
 Result describe(const Work& work, size_t number, int64_t memory, std::vector<Map>& maps,
                 std::vector<void*>& arguments) {
   const Part& part = work.variant->parts[number];
@@ -353,7 +353,7 @@ Result describe(const Work& work, size_t number, int64_t memory, std::vector<Map
     Map& map = maps[i];
     const uint32_t next[kRank] = {1, 1, 1, 1, 1};
     int64_t address = (tensor.pointer < 0 ? memory : work.p[tensor.pointer]) + tensor.start;
-    // Neither interleaved nor filled with NaN; a read brings 128 bytes into the second-level cache.
+    // Not interleaved, not filled with NaN; each read loads 128 bytes into the second-level cache.
     Result result = driver.describe(map.words, block.dtype, unsigned(tensor.rank), reinterpret_cast<void*>(address),
                                     tensor.shape, tensor.steps + 1, block.sides.data(), next, 0, block.swizzle, 2, 0);
     if (result) return result;
@@ -369,8 +369,8 @@ Result describe(const Work& work, size_t number, int64_t memory, std::vector<Map
 }
 
 Result start(const Work& work, Handle stream, int64_t memory, std::vector<void*>& arguments, std::vector<Map>& maps) {
-  // Triton passes its functions: the arguments as they stand in the text, then two pieces of memory that the compiler
-  // may have asked for (the second for profiling, which nobody turned on). An int32 is the first half of an int64.
+  // Triton's functions take the arguments in the order of the source, then the addresses of two memory areas that the
+  // compiler may need (the second is for profiling, which is off). An int32 is the first half of an int64.
   int64_t space = memory, fault = int64_t(faults_on_device + work.launch->kernel->place * sizeof(int64_t));
   int64_t scratch = work.scratch ? memory + int64_t(work.shape->work) : 0, profile = 0;
   arguments.clear();
@@ -406,11 +406,11 @@ Result start(const Work& work, Handle stream, int64_t memory, std::vector<void*>
   return 0;
 }
 
-// What earlier launches left: the fault, and which of these works it was, or -1 for another's.
+// A fault that an earlier launch reported, and the index of its kernel among these, or -1.
 bool reported(const std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
   size_t used = std::min(places_given + 1, kPlaces);
   int64_t any = 0;
-  asm volatile("" ::: "memory");  // the GPU writes there, unseen by the compiler
+  asm volatile("" ::: "memory");  // the GPU writes this memory, which the compiler does not know
   for (size_t place = 0; place < used; ++place) any |= faults[place];
   for (size_t place = 0; any != 0 && place < used; ++place) {
     if (faults[place] == 0) continue;
@@ -425,7 +425,7 @@ bool reported(const std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
   return false;
 }
 
-// Launch all; false with a Python error. A fault that was reported before stops it: at and fault then say which.
+// Launches all; false with a Python error. A fault that was reported before stops it, and is stored in `at` and `fault`.
 bool execute(std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
   if (faults == nullptr) return PyErr_SetString(PyExc_RuntimeError, "the driver is not open"), false;
   if (reported(works, at, fault)) return true;
@@ -441,7 +441,7 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
     if ((work.shape = shaped(work)) == nullptr) return false;
     work.facts = facts_of(work, device);
     work.variant = known(*work.launch->kernel, work.facts);
-    // All that is missing is begun before the first is waited for: they compile side by side.
+    // All missing variants are started before the first is waited for, so that they compile in parallel.
     if (work.variant == nullptr && !ask(work.launch->start, work.facts)) return false;
   }
   size_t bytes = 0;
@@ -468,7 +468,7 @@ bool execute(std::vector<Work>& works, Py_ssize_t& at, int64_t& fault) {
     bytes = std::max(bytes, work.shape->work + work.scratch);
   }
   int64_t memory = 0;
-  if (bytes) {  // one piece for all: a stream runs them one after the other
+  if (bytes) {  // shared by all, since a stream runs them one after the other
     Owned address(PyObject_CallFunction(workspace, "OOn", index.get(), queue.get(), Py_ssize_t(bytes)));
     if (!address) return false;
     memory = PyLong_AsLongLong(address.get());

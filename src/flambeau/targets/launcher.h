@@ -1,4 +1,4 @@
-// What all launchers share: integers out of Python's lists, and plans of several launches.
+// The common part of all launchers: reading integers from Python's lists, and plans of several launches.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -21,7 +21,7 @@ struct Release {
 };
 using Owned = std::unique_ptr<PyObject, Release>;
 
-// The integers of a list or tuple, on the stack where they are few.
+// The integers of a list or tuple, on the stack if there are few.
 class Words {
  public:
   bool read(PyObject* sequence) {
@@ -75,11 +75,11 @@ struct Range {
   size_t first_pointer, pointer_count, first_size, size_count;
 };
 
-// The arguments of all steps of a plan, one after another: places in the caller's tables.
+// The arguments of all steps of a plan, one after the other, as indices into the caller's tables.
 struct Arguments {
   std::vector<Pointer> pointers;
   std::vector<int64_t> sizes;
-  int64_t pointer_slots = 0, size_slots = 0;  // how long the caller's tables must be
+  int64_t pointer_slots = 0, size_slots = 0;  // the required length of the caller's tables
 
   bool add(PyObject* pairs_given, PyObject* slots_given, Range& range) {
     Words slots;
@@ -110,7 +110,7 @@ struct Arguments {
     return false;
   }
 
-  // A step's arguments out of the caller's tables.
+  // Reads a step's arguments from the caller's tables.
   void pick(const Range& range, const Words& from_pointers, const Words& from_sizes, int64_t* p, int64_t* n) const {
     for (size_t i = 0; i < range.pointer_count; ++i) {
       const Pointer& pointer = pointers[range.first_pointer + i];
@@ -129,7 +129,7 @@ struct Arguments {
 
 // --------------------------------------------------------------------------------------------------- Launch
 
-// What every launcher's Launch begins with.
+// The first part of every launcher's Launch.
 struct LaunchHead {
   PyObject_HEAD
   vectorcallfunc call;
@@ -138,7 +138,7 @@ struct LaunchHead {
 
 PyTypeObject* launch_type = nullptr;
 
-PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*);  // each launcher's own, as is the next
+PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject*);  // defined by each launcher, like the next function
 void launch_free(PyObject* self);
 
 PyObject* launch_repr(PyObject* self) {
@@ -182,7 +182,7 @@ struct Plan {
   Steps* steps;
 };
 
-PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names);  // each launcher's own
+PyObject* plan_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names);  // defined by each launcher
 
 PyObject* plan_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* given;
@@ -230,11 +230,11 @@ PyType_Spec plan_spec = {"flambeau.Plan", sizeof(Plan), 0, Py_TPFLAGS_DEFAULT | 
 
 // ------------------------------------------------------------------------------------- launches by a driver
 
-// For launchers that hand kernels to a driver: they look at all launches of a call before they start the first.
+// For launchers that pass kernels to a driver: they check all launches of a call before they start the first.
 
 struct Symbol {
   const char* name;
-  void* place;  // of the pointer to it
+  void* place;  // where the pointer to it is
 };
 
 template <size_t count>
@@ -247,7 +247,7 @@ bool find_symbols(void* library, const char* path, const Symbol (&wanted)[count]
   return true;
 }
 
-// One launch with its arguments: what a launcher's Work begins with.
+// One launch with its arguments: the first part of a launcher's Work.
 template <class Launch>
 struct Given {
   Launch* launch;
@@ -293,8 +293,8 @@ struct Works {
   std::vector<int64_t> p_, n_;
 };
 
-// What a Python function says of a kernel's sizes, kept for the last few of them. A Shape holds its `sizes`. Bit i of
-// `words`: size i is a number that no shape depends on.
+// Results of a Python function of a kernel's sizes, kept for the last few sizes. A Shape contains its `sizes`. Bit i of
+// `words`: no shape depends on size i.
 template <class Shape>
 class Shapes {
  public:
@@ -333,12 +333,12 @@ class Shapes {
 
  private:
   static constexpr size_t kMost = 8;
-  std::vector<std::shared_ptr<const Shape>> kept_;  // what stands in it does not change
+  std::vector<std::shared_ptr<const Shape>> kept_;  // never changed
 };
 
 // ----------------------------------------------------------------------------------------------- the module
 
-// The module, with the launcher's Launch, of this size, and the Plan over it.
+// Makes the module, with the launcher's Launch (of this size) and its Plan.
 PyObject* make_module(PyModuleDef& module, size_t launch_size) {
   PyType_Spec launch_spec = {"flambeau.Launch", int(launch_size), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, launch_slots};

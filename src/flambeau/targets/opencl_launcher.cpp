@@ -1,8 +1,8 @@
 // Starts OpenCL kernels on device memory from Python: `Launch` one, `Plan` several in a row, on the current stream.
 //
 // OpenCL's functions come from the library that PyOpenCL has loaded; PyOpenCL itself takes ten times as long for a
-// launch. Nothing waits for a kernel: what one finds wrong with its data it leaves in a record of its device, which is
-// read whenever somebody waits.
+// launch. Nothing waits for a kernel: errors that it finds in its data go to a record of the device, which is read
+// whenever somebody waits.
 
 #include "launcher.h"
 
@@ -28,24 +28,24 @@ struct Driver {
 struct Block {
   uint64_t bytes;
   Handle memory;
-  uint64_t begin;  // in the memory
+  uint64_t begin;  // in device memory
 };
 
 struct Queue {
   Handle handle;
-  bool used, checked;  // whether it was given kernels, and such as report anything, since somebody asked
+  bool used, checked;  // whether kernels, and kernels that check data, were enqueued since the last query
 };
 
-std::mutex lock;  // of all that follows, and of the kernels, which keep their arguments
+std::mutex lock;  // guards everything below, and the kernels, whose arguments are state
 std::map<uint64_t, Block> blocks;
 std::map<std::pair<int64_t, int64_t>, Queue> queues;
 std::map<int64_t, Handle> faults;
 int64_t (*current_stream)(int) = nullptr;
-PyObject* make_queue = nullptr;  // (device, stream): answers through `add_queue`
+PyObject* make_queue = nullptr;  // (device, stream): calls `add_queue`
 bool forked = false;
 
 bool find(uint64_t address, Handle& memory, int64_t& offset) {
-  if (address == 0) {  // of a tensor without elements
+  if (address == 0) {  // an empty tensor
     memory = nullptr;
     offset = 0;
     return true;
@@ -62,7 +62,7 @@ PyObject* open_driver(PyObject*, PyObject* args) {
   const char* path;
   PyObject* make;
   if (!PyArg_ParseTuple(args, "sO", &path, &make)) return nullptr;
-  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);  // what PyOpenCL is linked to is found through it
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);  // also finds the functions of libraries that PyOpenCL is linked to
   if (library == nullptr) return PyErr_Format(PyExc_OSError, "%s", dlerror());
   const Symbol wanted[] = {
       {"clSetKernelArg", &driver.set_argument},
@@ -75,7 +75,7 @@ PyObject* open_driver(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// follow(address of a C function): the current stream of a device
+// follow(address of a C function that returns the current stream of a device)
 PyObject* follow(PyObject*, PyObject* address) {
   void* function = PyLong_AsVoidPtr(address);
   if (PyErr_Occurred()) return nullptr;
@@ -99,7 +99,7 @@ PyObject* remove_block(PyObject*, PyObject* address) {
   Py_RETURN_NONE;
 }
 
-// Where the block begins that an address lies in; None for another address.
+// The start of the block that contains an address; None for other addresses.
 PyObject* start_of(PyObject*, PyObject* given) {
   uint64_t address = PyLong_AsUnsignedLongLong(given);
   if (PyErr_Occurred()) return nullptr;
@@ -120,7 +120,7 @@ PyObject* add_queue(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// (device, stream) -> whether its queue was given kernels since the last time
+// (device, stream) -> whether kernels were enqueued on its queue since the last call
 PyObject* take_used(PyObject*, PyObject* args) {
   long long device, stream;
   if (!PyArg_ParseTuple(args, "LL", &device, &stream)) return nullptr;
@@ -129,8 +129,8 @@ PyObject* take_used(PyObject*, PyObject* args) {
   return PyBool_FromLong(found != queues.end() && std::exchange(found->second.used, false));
 }
 
-// (device, stream) -> whether kernels that report anything may have done so by now, on any queue of the device; those of
-// that stream, if it has one, are done.
+// (device, stream) -> whether kernels that check data may have reported an error by now, on any queue of the device;
+// those of this stream have finished.
 PyObject* take_checked(PyObject*, PyObject* args) {
   long long device, stream;
   if (!PyArg_ParseTuple(args, "LL", &device, &stream)) return nullptr;
@@ -151,7 +151,7 @@ struct Part {
   size_t group;
 };
 
-// How many work-items each part has for these sizes.
+// The number of work-items of each part for these sizes.
 struct Shape {
   std::vector<int64_t> sizes;
   std::vector<size_t> items;
@@ -159,7 +159,7 @@ struct Shape {
 
 struct Kernel {
   int64_t device;
-  int64_t number;  // under which it reports what it finds wrong with its data; -1: it does not look
+  int64_t number;  // the number in its reports of errors in data; -1: it does not check data
   std::vector<int64_t> itemsizes;
   std::vector<Part> parts;
   Shapes<Shape> shapes;
@@ -168,7 +168,7 @@ struct Kernel {
 struct Launch {
   LaunchHead head;
   PyObject* items;  // (*sizes) -> work-items of each part
-  PyObject* owner;  // of the kernels
+  PyObject* owner;  // keeps the kernels alive
   Kernel* kernel;
 };
 
@@ -192,7 +192,7 @@ std::shared_ptr<const Shape> shaped(const Work& work) {
   return kernel.shapes.keep(work, std::move(shape));
 }
 
-// What went wrong with a launch: an error of OpenCL's, or an address.
+// The error of a launch: one of OpenCL's, or an unknown address.
 struct Trouble {
   int code = 0;
   int64_t address = 0, itemsize = 0;
@@ -218,7 +218,7 @@ bool start(const Work& work, Queue& queue, Trouble& trouble) {
       set(sizeof offset, &offset);
     }
     for (size_t i = 0; i < work.size_count; ++i) set(sizeof(int64_t), work.n + i);
-    int64_t place = kernel.number < 0 ? 0 : kernel.number << 32;  // of the record of its device, with its number
+    int64_t place = kernel.number < 0 ? 0 : kernel.number << 32;  // offset of the device's record, with the kernel's number
     set(sizeof(Handle), &faults[kernel.device]);
     set(sizeof place, &place);
     if (trouble.code == 0)
@@ -240,7 +240,7 @@ bool explain(const Work& work, const Trouble& trouble) {
   return false;
 }
 
-// Launch all; false with a Python error.
+// Launches all; false with a Python error.
 bool execute(std::vector<Work>& works) {
   if (forked) {
     PyErr_SetString(PyExc_RuntimeError, "this process was forked after OpenCL was used: start processes with "

@@ -157,15 +157,16 @@ def kept(about: Sequence[Any], find: Callable[[], str] | None) -> str:
     return found
 
 
-def fastest(target: Any, candidates: Mapping[int, Callable[[], object]]) -> tuple[int, dict[int, float]]:
-    """Returns the fastest candidate, zero unless another is faster by more than noise, and the seconds that each
-    took."""
+def fastest(target: Any, candidates: Mapping[int, Callable[[], object]], gain: float = GAIN
+            ) -> tuple[int, dict[int, float]]:
+    """Returns the fastest candidate (zero unless another takes less than `gain` of its time), and the seconds that
+    each took."""
     best = dict.fromkeys(candidates, float("inf"))
     for turn in range(ROUNDS):
         for number in sorted(candidates, reverse=bool(turn % 2)):
             best[number] = min(best[number], target.seconds(candidates[number]))
     first = min(best, key=lambda number: best[number])
-    return (first if best[first] < GAIN * best[0] else 0), best
+    return (first if best[first] < gain * best[0] else 0), best
 
 
 def search(target: Timed, choice: Choice, pointers: Sequence[int], sizes: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -73,3 +74,32 @@ def test_choices_between_library_functions_have_no_branch() -> None:
 
     assert "fl::choose(" in compiled(either, torch.randn(500, dtype=torch.float64))[1]
     assert "fl::choose(" not in compiled(either, torch.randn(500))[1]
+
+
+def across(x: Tensor) -> Tensor:
+    return x.log_softmax(1).exp() * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_columns_and_short_lines_of_any_length(dtype: torch.dtype) -> None:
+    """Lines that do not follow one another in memory: each is cut into parts that fill vectors."""
+    for n in LENGTHS:
+        x = torch.randn(3, 21, 11, n).to(dtype).transpose(0, 2)
+        for fn in (across, lambda x: (x.exp() + x.sin()).tanh()[:, ::2]):
+            got, exact = compiled(fn, x)[0].double(), fn(x.double())
+            room = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float64: 1e-13}[dtype]
+            torch.testing.assert_close(got, exact, rtol=room, atol=room)
+
+
+def test_what_is_left_after_whole_vectors_goes_in_halves() -> None:
+    x = torch.randn(35, 39, 23).permute(2, 0, 1)  # 23 columns: 16, 4, 2 and 1
+    text = compiled(lambda x: x.log_softmax(1), x)[1]
+    parts = [(0, 16), (16, 20), (20, 22), (22, 23)]
+    assert all(re.search(rf"= {a}; \w+ < {b};", text) for a, b in parts)
+
+
+def test_choices_of_16_bit_floats_have_no_branch() -> None:
+    """Compilers round to 16 bits only what is chosen, in a branch, and such loops are not vectors."""
+    x = torch.randn(500, dtype=torch.bfloat16)
+    text = compiled(lambda x: torch.where(x > 0, x, x.exp()) * 3, x, options={"numerics": "eager"})[1]
+    assert "fl::choose(" in text and not re.search(r"fl::bf16 \w+ = \w+ \?", text)

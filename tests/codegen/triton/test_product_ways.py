@@ -22,8 +22,8 @@ from flambeau.targets.cuda import interpreter
 
 DOUBLE, HALF = torch.float64, torch.bfloat16
 SMALL = ProductTile(64, (16,), 128, 3, 4)
-TILES = {"once": ProductTile(64, (32, 16), 128, 3, 4), "turns": SMALL, "roles": ProductTile(128, (16,), 128, 3, 4),
-         "shares": ProductTile(64, (16, 32), 128, 2, 4),
+TILES = {"once": ProductTile(64, (32, 16), 128, 3, 4), "turns": ProductTile(64, (32,), 128, 3, 4, ends=2),
+         "roles": ProductTile(128, (16,), 128, 3, 4), "shares": ProductTile(64, (16, 32), 128, 2, 4),
          "pieces": ProductTile(64, (32, 16), 128, 3, 4)}
 
 

@@ -5,7 +5,7 @@ The states of a block of columns are side by side, and its rows are walked one a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from flambeau.ir.expr import Expr, loads, walk
@@ -69,8 +69,9 @@ class ColumnWriter(LoopWriter[Arrays]):
     # ---- a stage ---------------------------------------------------------------------------------------
 
     def once(self, items: Sequence[Item]) -> None:
-        with self.column_loop():
-            super().once(items)
+        for loop in self.column_loops(items):
+            with loop:
+                super().once(items)
 
     def declare(self, items: Sequence[Item], reductions: Sequence[Item]) -> Arrays:
         states = self.states_of(reductions)
@@ -102,31 +103,37 @@ class ColumnWriter(LoopWriter[Arrays]):
         wanted = [n for i in reductions for n in i.names if n in self.address]
         if not wanted:
             return
-        with self.column_loop():
-            for n in wanted:
-                self.store(n, self.address[n], self.reread(n))
+        for loop in self.column_loops():
+            with loop:
+                for n in wanted:
+                    self.store(n, self.address[n], self.reread(n))
 
     # ---- columns ---------------------------------------------------------------------------------------
 
-    def column_loop(self) -> AbstractContextManager[Scope]:
-        assert self.k.vector is not None and self.origin is not None
-        return self.loop(self.k.vector, self.origin, self.end, how=LANES)
+    def column_loops(self, items: Sequence[Item] = ()) -> Iterator[AbstractContextManager[Scope]]:
+        """A loop over the columns of a block, or several over parts of them."""
+        v = self.k.vector
+        assert v is not None and self.origin is not None
+        known = self.origin == "0" and v.size.is_const
+        for lo, hi in self.halving(exprs_of(items), v.size.const) if known else [(self.origin, self.end)]:
+            yield self.loop(v, lo, hi, how=LANES)
 
     def column_walk(self, stage: Sequence[Item], arrays: dict[str, str], rows: int = 1) -> None:
         """Accumulate one row of a block of columns, or several rows, which are combined with each other first."""
         assert self.k.vector is not None
         at = f"{self.sym(self.k.vector)} - {self.origin}"
-        with self.column_loop() as s:
-            s.known.update(self.shared_by_rows)
-            if rows == 1:
-                self.body(stage, arrays, at)
-                return
-            v = self.k.inner[-1]
-            for i in stage:
-                values = [[self.value(e.subs({v: as_index(v) + q})) for e in i.exprs] for q in range(rows)]
-                while len(values) > 1:
-                    values = [self.combined(i.joins, a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
-                self.combine_into(i.joins, [f"{arrays[n]}[{at}]" for n in i.names], values[0])
+        for loop in self.column_loops(stage):
+            with loop as s:
+                s.known.update(self.shared_by_rows)
+                if rows == 1:
+                    self.body(stage, arrays, at)
+                    continue
+                v = self.k.inner[-1]
+                for i in stage:
+                    values = [[self.value(e.subs({v: as_index(v) + q})) for e in i.exprs] for q in range(rows)]
+                    while len(values) > 1:
+                        values = [self.combined(i.joins, a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+                    self.combine_into(i.joins, [f"{arrays[n]}[{at}]" for n in i.names], values[0])
 
     def rows_at_a_time(self, stage: Sequence[Item]) -> int:
         """How many rows to unroll: several if accumulators spill to memory and the body is short and only reduces."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 
-from flambeau.ir.expr import Expr, cost_of
+from flambeau.ir.dtypes import is_float
+from flambeau.ir.expr import Expr, cost_of, walk
 from flambeau.ir.index import Index, Sym, as_index, is_positive
 from flambeau.ir.program import Item, LoopKernel, exprs_of, identities_of, reductions_of
 from flambeau.ir.tuning import CPU
@@ -102,6 +104,24 @@ class LoopWriter(StageWriter[S], CascadeWriter):
         """A vector loop over so many points, unless the unrolled text would be long for a compiler."""
         return Lanes(points, size) if written(exprs) * CPU.bodies <= CPU.copied else LANES
 
+    @staticmethod
+    def step_of(exprs: Sequence[Expr]) -> int:
+        """The number of lanes of a vector of the widest dtype that is computed with."""
+        return CPU.line_bytes // max((4, *(e.dtype.itemsize for e in walk(*exprs) if is_float(e.dtype))))
+
+    def halving(self, exprs: Sequence[Expr], length: int) -> list[tuple[str, str]]:
+        """Parts of a loop of that length that each fill a vector, or a half or a quarter of one: what is left after
+        whole vectors, a compiler computes by halves and then one by one."""
+        lanes = self.step_of(exprs)
+        sizes = [length // lanes * lanes, *(length & few for k in range(1, lanes.bit_length())
+                                            for few in (lanes >> k,))]
+        sizes = [n for n in sizes if n]
+        if (not CPU.is_ragged(length, CPU.line_bytes // lanes) or cost_of(exprs) < CPU.flat_work
+                or len(sizes) * written(exprs) > CPU.copied):
+            return [("0", str(length))]
+        ends = [*accumulate(sizes)]
+        return [(str(end - n), str(end)) for n, end in zip(sizes, ends, strict=True)]
+
     def vector_loop(self, v: Sym, lo: str, hi: str, items: Sequence[Item]) -> None:
         """Writes the innermost loop of a map, split where its masks change (padding, the parts of a concatenation) and
         where an index stops at a border, so that the long parts have neither."""
@@ -113,19 +133,21 @@ class LoopWriter(StageWriter[S], CascadeWriter):
             size = max((self.dtypes[name].itemsize for name, _ in self.k.accesses()), default=1)
             points = CPU.lane_bytes // size
             even = whole and v.size.is_const and v.size.const % points == 0
-            self.map_loop(v, lo, hi, items, self.at_once(exprs, points, size) if even else LANES)
+            how = self.at_once(exprs, points, size) if even else LANES
+            for a, b in self.halving(exprs, v.size.const) if whole and v.size.is_const else [(lo, hi)]:
+                self.map_loop(v, a, b, items, how)
             return
-        for a, b in long:
-            with self.inside(v, a, b):
-                self.map_loop(v, str(a) if whole else f"{self.fl}imax({lo}, {a})",
-                              str(b) if whole else f"{self.fl}imin({hi}, {b})", items, LANES)
+        for first, last in long:
+            with self.inside(v, first, last):
+                self.map_loop(v, str(first) if whole else f"{self.fl}imax({lo}, {first})",
+                              str(last) if whole else f"{self.fl}imin({hi}, {last})", items, LANES)
         if len(long) == len(parts):
             return
         # Short ends and gaps are left: one plain loop covers them and skips the long parts.
         name = self.sym(v)
         next_ = name
-        for a, b in long:
-            next_ = f"{self.fl}past({next_}, {a}, {b})"
+        for first, last in long:
+            next_ = f"{self.fl}past({next_}, {first}, {last})"
         header = f"for ({self.d.long} {name} = {lo}; ({name} = {next_}) < {hi}; ++{name}) {{"
         before, self.unroll = self.unroll, self.unroll if written(exprs) <= CPU.copied else 0
         with self.scope(header, (v,)):

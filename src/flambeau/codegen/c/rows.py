@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flambeau.ir.dtypes import is_float
-from flambeau.ir.expr import Expr, cost_of, loads, walk
+from flambeau.ir.expr import cost_of, loads, walk
 from flambeau.ir.index import Index, Sym, as_index, ceildiv, volume
 from flambeau.ir.program import Item, exprs_of
 from flambeau.ir.tuning import CPU
@@ -101,11 +100,6 @@ class Rows(LoopWriter[S]):
         ragged = not length.is_const or length.const >= lanes and CPU.is_ragged(length.const, CPU.line_bytes // lanes)
         costly = cost_of(exprs) >= CPU.flat_work and 2 * written(exprs) <= CPU.copied
         return ragged and costly and not (stored & read or any(p.aliased for p in self.k.params))
-
-    @staticmethod
-    def step_of(exprs: Sequence[Expr]) -> int:
-        """The number of lanes of a vector of the widest dtype that is computed with."""
-        return CPU.line_bytes // max((4, *(e.dtype.itemsize for e in walk(*exprs) if is_float(e.dtype))))
 
     def whole_steps(self, stage: Sequence[Item], hi: str, length: Index) -> None:
         """Walks a row in whole vectors, the last of which ends where the row ends; a row shorter than a vector, element

@@ -314,7 +314,8 @@ class BlockWriter(Writer):
             values = self.over("tl.reduce", c, values, axis if keep else axis - gone, keep)
         return list(values)
 
-    def over(self, function: str, c: Combine, values: Sequence[str], axis: int, options: str = "") -> list[str]:
+    def over(self, function: str, c: Combine, values: Sequence[str], axis: int | None, options: str = ""
+             ) -> list[str]:
         """Writes a reduction or scan of all components together."""
         names = [self.fresh("r") for _ in values]
         what = values[0] if len(values) == 1 else f"({', '.join(values)})"

@@ -71,7 +71,7 @@ static void hash_part(void* given) {
 uint64_t flam_hash(const void* data, size_t size) {
   size_t count = size / BLOCK + (size % BLOCK != 0);
   uint64_t few[8], *hashes = count <= 8 ? few : malloc(count * sizeof(uint64_t));
-  if (!hashes) return ~xxh64(data, size); /* no memory: wrong for sure, so the file is refused */
+  if (!hashes) return ~xxh64(data, size); /* no memory: returns a wrong value, so that the file is refused */
   blocks b = {data, size, count, hashes};
   if (count > 8) fl_parallel(hash_part, &b, 0);
   else fl_parallel(hash_part, &b, 1);

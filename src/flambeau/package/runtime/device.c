@@ -1,8 +1,8 @@
-/* Programs on a device: its code, its memory, and the launches of a call. What it takes of a driver is in device.h. */
+/* Programs on a device: its code, its memory, and the launches of a call. The functions of drivers are in device.h. */
 #include "internal.h"
 #include "words.h"
 
-/* ---- devices that are known ---- */
+/* ---- registered devices ---- */
 
 #define MOST_DEVICES 8
 static const flam_device* devices[MOST_DEVICES];
@@ -14,7 +14,7 @@ int flam_add_device(const flam_device* d) {
   pthread_mutex_lock(&devices_lock);
   for (int k = 0; !added && k < MOST_DEVICES; ++k) {
     if (devices[k] && strcmp(devices[k]->name, d->name)) continue;
-    if (!devices[k]) devices[k] = d; /* the first one stays: models may be on it */
+    if (!devices[k]) devices[k] = d; /* the first one is kept: models may use it */
     added = 1;
   }
   pthread_mutex_unlock(&devices_lock);
@@ -97,7 +97,7 @@ void fl_release_there(const flam_model* m, uint64_t memory) {
 
 static flam_place place(uint64_t memory, int64_t offset) { return (flam_place){memory, offset, 1}; }
 
-/* Weights are brought there in the stream of nobody: what comes later comes after them. */
+/* Weights are copied without a stream, so that all later work runs after it. */
 int fl_block_there(const flam_model* m, block* b, size_t bytes, flam_error* error) {
   const flam_device* d = m->device;
   d->enter(m->opened);
@@ -135,7 +135,7 @@ int fl_weights_there(flam_model* m, flam_error* error) {
   return code;
 }
 
-/* ---- what follows from shapes ---- */
+/* ---- numbers that depend on shapes ---- */
 
 static const int64_t* chosen(const step* s, const context* c) {
   const int64_t* at = s->choices;
@@ -147,7 +147,7 @@ static const int64_t* chosen(const step* s, const context* c) {
 
 static int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-/* Behind the temporaries: what kernels work in, seeds, and the stage. */
+/* After the temporaries: workspaces of kernels, seeds, and staged inputs and outputs. */
 int fl_lay_out(const flam_model* m, const program* p, const method* of, context* c, const flam_tensor* inputs, flam_error* error) {
   int64_t most = 0, at = rounded((int64_t)c->needed);
   for (int64_t i = 0; i < p->step_count; ++i) {
@@ -230,7 +230,7 @@ typedef struct {
   const method* of;
   context* c;
   void* stream;
-  const char* what; /* is being done */
+  const char* what; /* the operation, for errors */
 } run;
 
 #define TRY(r, doing, expression)          \
@@ -244,7 +244,7 @@ static int64_t tensor_bytes(const flam_tensor* t) { return fl_extent(t->sizes, t
 
 static const char* copy_parts(run* r, const step* s, int64_t d, flam_place to, flam_place from) {
   const int64_t* n = r->c->numbers;
-  /* What lies alike on both sides, from here to the last dimension, is one piece. */
+  /* If both sides have the same strides from here to the last dimension, it is one piece. */
   int64_t piece = s->itemsize;
   int alike = 1;
   for (int64_t k = s->rank; alike && k-- > d;) {
@@ -298,7 +298,7 @@ static const char* launch_step(run* r, const step* s) {
   return NULL;
 }
 
-/* What kernels found wrong; waits for them. */
+/* Waits for kernels, and returns the error that they found. */
 static const char* read_faults(run* r, int* code, flam_error* error) {
   const flam_device* d = r->m->device;
   size_t size = (size_t)(r->p->record_count * d->record_bytes);
@@ -323,7 +323,7 @@ static const char* steps(run* r, int* code, flam_error* error) {
     const step* s = r->p->steps + i;
     r->what = s->origin;
     const char* said = s->kind == STEP_COPY ? copy_step(r, s) : launch_step(r, s);
-    /* A state is not written to after something went wrong. */
+    /* States are not written after an error. */
     if (!said && r->p->has_state && s->kind == STEP_DEVICE && s->checks) said = read_faults(r, code, error);
     if (said || *code) return said;
   }
@@ -375,7 +375,7 @@ static const char* all(run* r, const flam_tensor* inputs, const flam_tensor* out
 int fl_run_there(const flam_model* m, const program* p, const method* of, context* c, const flam_tensor* inputs,
                  const flam_tensor* outputs, const weight_set* weights, int there, void* stream, flam_error* error) {
   const flam_device* d = m->device;
-  int staged = !there; /* kernels count on addresses that are multiples */
+  int staged = !there; /* kernels rely on aligned addresses */
   for (int64_t k = 0; d->alignment && k < of->input_count; ++k) staged |= (uintptr_t)inputs[k].data % (uintptr_t)d->alignment != 0;
   for (int64_t k = 0; d->alignment && k < of->output_count; ++k) staged |= (uintptr_t)outputs[k].data % (uintptr_t)d->alignment != 0;
   if (there && !d->alignment) return fl_fail(error, FLAM_ARGUMENT, "%s: memory is the runtime's own, and not given", d->name);

@@ -1,4 +1,4 @@
-// A package in C++: one header over the C interface. Errors are exceptions of this side alone.
+// Packages in C++: one header over the C interface. Errors become exceptions, which do not cross that interface.
 #pragma once
 #include <memory>
 #include <stdexcept>
@@ -14,7 +14,7 @@ struct Error : std::runtime_error {
   int code;
 };
 
-// An output, which frees its memory.
+// An output, which owns its memory.
 class Tensor : public flam_tensor {
  public:
   Tensor() : flam_tensor{} {}

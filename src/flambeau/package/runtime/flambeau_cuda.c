@@ -14,7 +14,7 @@ typedef int result;
 typedef void* handle;
 typedef unsigned long long address;
 
-/* Names as the driver has them; what is called. */
+/* Names of the driver's functions. */
 #define DRIVER(F)                                                                                                        \
   F(cuInit, (unsigned))                                                                                                  \
   F(cuGetErrorString, (result, const char**))                                                                            \
@@ -160,7 +160,7 @@ static const char* wait_for(void* given, void* s) { return (void)given, said(cuS
 static const char* upload(void* given, void* s, flam_place to, const void* from, size_t bytes) {
   (void)given;
   result code = cuMemcpyHtoDAsync_v2(to.memory + (address)to.offset, from, bytes, s);
-  if (!code && !s) code = cuStreamSynchronize(s); /* other streams do not wait for that of nobody */
+  if (!code && !s) code = cuStreamSynchronize(s); /* other streams do not wait for the default stream */
   return said(code);
 }
 static const char* download(void* given, void* s, void* to, flam_place from, size_t bytes) {

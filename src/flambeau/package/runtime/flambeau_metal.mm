@@ -3,7 +3,7 @@
 //     clang -c checksums.c threads.c machine.c read.c run.c weights.c device.c
 //     clang++ -fobjc-arc -c flambeau_metal.mm && clang++ *.o main.o -framework Metal -framework Foundation
 //
-// It was written without a Mac and has not run on one: it holds no more than what Metal's documentation says of each call.
+// It was written without a Mac and has not run on one: it relies only on Metal's documentation.
 // A kernel takes its pointers as buffers 0, 1, ...; then, if they are more than 28, the others as addresses in one buffer;
 // then all sizes as an array of 64-bit words; then its record of faults (codegen/simt/metal.py).
 #import <Foundation/Foundation.h>
@@ -24,7 +24,7 @@ struct Machine {
   const flam_function* known;
 };
 
-// What is put into a stream goes into one command buffer, until somebody waits.
+// Work on a stream goes into one command buffer until somebody waits.
 struct Stream {
   id<MTLCommandQueue> queue;
   id<MTLCommandBuffer> commands;
@@ -89,7 +89,7 @@ void* stream(void* given) { return new Stream{[static_cast<Machine*>(given)->dev
 void drop_stream(void*, void* s) { delete static_cast<Stream*>(s); }
 const char* wait_for(void*, void* s) { return s ? static_cast<Stream*>(s)->wait() : nullptr; }
 
-// Memory is that of the host too: what is under way there comes first.
+// The host can access this memory too, so work that uses it must have finished.
 const char* upload(void* given, void* s, flam_place to, const void* from, size_t bytes) {
   const char* said = wait_for(given, s);
   memcpy(bytes_of(to), from, bytes);

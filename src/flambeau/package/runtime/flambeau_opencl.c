@@ -52,13 +52,13 @@ typedef struct {
   const flam_function* known;
   int64_t kernel_count;
   uint32_t units;
-  pthread_mutex_t lock; /* a kernel's arguments are set and then used */
+  pthread_mutex_t lock; /* held from setting a kernel's arguments to its launch */
 } machine;
 
 static char library_path[1024] = "libOpenCL.so.1";
 static const char* missing = NULL;
 
-/* Another library than the system's; before the first package is loaded. */
+/* Uses another library than the system's. Call it before the first package is loaded. */
 __attribute__((visibility("default"))) void flam_opencl_library(const char* path) { snprintf(library_path, sizeof library_path, "%s", path); }
 
 static void find_driver(void) {
@@ -83,7 +83,7 @@ static void text_of(handle device, uint32_t what, char* out, size_t room) {
   for (size_t n = strlen(out); n && out[n - 1] == ' ';) out[--n] = 0;
 }
 
-/* What a driver made of a text is for this. */
+/* The device and driver that a binary is for. */
 static void identity(handle device, const char* options, char* out, size_t room) {
   char name[128], version[128], driver[128], platform_name[128] = "";
   handle platform = NULL;
@@ -104,7 +104,7 @@ static int has(handle device, const char* extension) {
   return found;
 }
 
-/* The device of that number, those of the wanted kind first. */
+/* The device with this number, where devices of the wanted kind come first. */
 static handle find(const char* features, int number) {
   handle platforms[16], found[64];
   uint32_t platform_count = 0, count = 0;
@@ -144,7 +144,7 @@ static const char* build(machine* m, const flam_module* modules, int64_t module_
     m->program = clCreateProgramWithBinary(m->context, 1, &m->device, &modules[k].size, (const uint8_t**)&modules[k].data, &binary, &code);
     if (m->program && !code && !binary && !clBuildProgram(m->program, 1, &m->device, "", NULL, NULL)) return NULL;
     if (m->program) clReleaseProgram(m->program);
-    m->program = NULL; /* the text is there all the same */
+    m->program = NULL; /* the text can still be compiled */
   }
   const char* text = (const char*)modules[0].data;
   m->program = clCreateProgramWithSource(m->context, 1, &text, &modules[0].size, &code);
@@ -265,7 +265,7 @@ static const char* launch(void* given, void* s, const flam_launch* l) {
   return said(code);
 }
 
-/* Nobody else's queues: a call waits for its own. */
+/* All queues belong to this runtime, and each call waits for its own. */
 static void* mark(void* given, void* s, void* known) { return wait_for(given, s), known; }
 static void after(void* given, void* s, void* known) { (void)given, (void)s, (void)known; }
 

@@ -1,4 +1,4 @@
-/* What the files of the runtime know of each other. docs/reference/package-format.md says what is in a file. */
+/* Declarations that the files of the runtime share. docs/reference/package-format.md describes the format. */
 #ifndef FLAMBEAU_INTERNAL_H
 #define FLAMBEAU_INTERNAL_H
 #define _GNU_SOURCE
@@ -17,16 +17,16 @@ int fl_members(void);
 void fl_parallel(void (*part)(void*), void* data, unsigned members);
 void fl_sha256(const void* data, size_t size, uint8_t out[32]);
 int fl_fail(flam_error* error, int code, const char* format, ...) __attribute__((format(printf, 3, 4)));
-size_t fl_itemsize(int64_t dtype); /* 0: no dtype */
+size_t fl_itemsize(int64_t dtype); /* 0: not a dtype */
 const char* fl_dtype(int64_t dtype);
 flam_caller fl_caller(void); /* NULL: there is none */
-int fl_supports(const char* features, char* missing, size_t size); /* of this CPU; the first that it lacks */
+int fl_supports(const char* features, char* missing, size_t size); /* on this CPU */
 
-/* ---- a program, as it stands in the index: everything is a number of the run, found from those before it ---- */
+/* ---- a program, as in the index: its numbers are computed at run time, each from those before it ---- */
 
 enum {
-  OP_CONST, OP_SIZE, OP_STRIDE, OP_ADD, OP_SUB, OP_MUL, OP_DIV, OP_MOD, OP_MIN, OP_MAX, /* of whole numbers */
-  OP_FLOAT, OP_FADD, OP_FSUB, OP_FMUL, OP_FDIV, OP_SQRT, /* of doubles, as their bits */
+  OP_CONST, OP_SIZE, OP_STRIDE, OP_ADD, OP_SUB, OP_MUL, OP_DIV, OP_MOD, OP_MIN, OP_MAX, /* integers */
+  OP_FLOAT, OP_FADD, OP_FSUB, OP_FMUL, OP_FDIV, OP_SQRT, /* doubles, as bits */
   OP_UNITS,                                              /* cores of the device */
   OP_COUNT
 };
@@ -38,20 +38,20 @@ typedef struct {
 } number;
 
 typedef struct {
-  int64_t place, which, bytes; /* bytes: a number of the run */
-  int64_t first, last;         /* steps between which a temporary lives */
+  int64_t place, which, bytes; /* bytes: index of a run-time number */
+  int64_t first, last;         /* the first and last step that use a temporary */
 } buffer;
 
 typedef struct {
   int64_t kind;
-  int64_t kernel, pointer_count, size_count, site_count; /* of a launch */
+  int64_t kernel, pointer_count, size_count, site_count; /* for a launch */
   const int64_t *pointers, *sizes, *sites;               /* (buffer, offset) and numbers; (code, number or -1) */
-  int64_t to, to_offset, from, from_offset, itemsize, rank; /* of a copy */
+  int64_t to, to_offset, from, from_offset, itemsize, rank; /* for a copy */
   const int64_t *dims, *to_strides, *from_strides;
-  int64_t checks, work, choice_count; /* of a launch on a device: its pointers are (buffer, offset, itemsize) */
+  int64_t checks, work, choice_count; /* for a launch on a device: its pointers are (buffer, offset, itemsize) */
   const int64_t* choices;             /* (number of a condition or -1, count, (function, three numbers of groups)...) */
   int64_t record;
-  const char* call; /* of a call of torch */
+  const char* call; /* for a call of torch */
   int64_t tensor_count, result_count;
   const int64_t* tensors; /* (buffer, number of the offset, dtype, rank, numbers of sizes, of strides) */
   const char* origin;
@@ -60,7 +60,7 @@ typedef struct {
 typedef struct {
   int64_t dtype, rank;
   const char *name, *type;
-  const int64_t* dims; /* (lo, hi) of each */
+  const int64_t* dims; /* (lo, hi) for each */
 } port;
 
 typedef struct {
@@ -69,12 +69,12 @@ typedef struct {
   port *inputs, *outputs;
 } method;
 
-/* What a call needs for itself; calls take turns with those that are there. */
+/* The memory of one call. Contexts are used again by later calls. */
 typedef struct context {
   struct context* next;
-  int64_t *numbers, *offsets; /* offsets: of the temporaries */
+  int64_t *numbers, *offsets; /* offsets: for the temporaries */
   void** pointers;
-  int64_t* shape; /* of the inputs that numbers and offsets are for */
+  int64_t* shape; /* shapes of the inputs for which numbers and offsets were computed */
   void** arguments;
   int64_t* words;
   void* arena;
@@ -83,9 +83,9 @@ typedef struct context {
   struct {                      /* on a device */
     uint64_t arena, records;
     flam_place *buffers, *arguments;
-    int64_t* stage;             /* where inputs and outputs lie in the arena, if they are not the device's own */
-    int64_t work, seeds;        /* where those do */
-    size_t staged;              /* bytes, with the stage */
+    int64_t* stage;             /* offsets in the arena of inputs and outputs that are in host memory */
+    int64_t work, seeds;        /* their offsets */
+    size_t staged;              /* bytes of the arena with them */
     void *stream, *mark;
   } there;
 } context;
@@ -95,8 +95,8 @@ typedef struct {
   const number* numbers;
   const buffer* buffers;
   step* steps;
-  const int64_t **input_dims, **input_strides;   /* numbers that sizes and strides must equal, or -1 */
-  const int64_t **output_dims, **output_strides; /* numbers that they are */
+  const int64_t **input_dims, **input_strides;   /* numbers that sizes and strides must be equal to, or -1 */
+  const int64_t **output_dims, **output_strides; /* the numbers that are their sizes and strides */
   const flam_kernel* kernels;
   context* free;
   int has_state;
@@ -112,10 +112,10 @@ typedef struct {
   _Atomic int64_t uses;
   void* data;
   int owned;
-  uint64_t there; /* on a device; always its own */
+  uint64_t there; /* memory on a device, always owned */
 } block;
 
-/* One value for each weight; a call keeps those that it began with. */
+/* A value for each weight. A call uses those that were current when it started. */
 typedef struct {
   _Atomic int64_t uses;
   block** blocks;
@@ -127,13 +127,13 @@ typedef struct {
 
 struct flam_model {
   _Atomic int64_t uses;
-  pthread_mutex_t lock;       /* of `weights`, of contexts, of `seed` */
+  pthread_mutex_t lock;       /* guards `weights`, contexts and `seed` */
   pthread_mutex_t state_lock; /* held while a method runs that reads or writes state */
   pthread_mutex_t update_lock;
   const uint8_t* file;
   size_t size;
   int mapped, code_file;
-  int64_t* index; /* a copy: words are read, and strings end in zero */
+  int64_t* index; /* a copy, with strings that end in zero */
   int64_t pair_count, weight_count, method_count, fault_count;
   pair* pairs;
   weight* weights_known;
@@ -150,16 +150,16 @@ struct flam_model {
   int64_t function_count;
   int64_t units;
   uint64_t seed;
-  void* allocations; /* a list of all of the above */
+  void* allocations; /* a list of all allocations above */
 };
 
 void fl_release(flam_model*);
 void fl_release_weights(flam_model*, weight_set*);
 void* fl_aligned(size_t bytes);
-void* fl_kept(flam_model* m, int64_t count, size_t size); /* memory that goes with the model */
+void* fl_kept(flam_model* m, int64_t count, size_t size); /* memory that is freed with the model */
 
 /* ---- device.c ---- */
-const flam_device* fl_device(const char* features, const char** rest); /* that of the first word; NULL: there is none */
+const flam_device* fl_device(const char* features, const char** rest); /* by the first word, or NULL */
 int fl_open_device(flam_model* m, const flam_device* d, const char* features, int number, const uint8_t* code, size_t size,
                    flam_error* error);
 void fl_close_device(flam_model* m);

@@ -1,4 +1,4 @@
-/* Between the runtime and the machine code of a package: what kernels ask for, and what they are. */
+/* The interface between the runtime and the machine code of a package. */
 #ifndef FLAMBEAU_KERNELS_H
 #define FLAMBEAU_KERNELS_H
 #include <stdint.h>
@@ -11,7 +11,7 @@ typedef struct {
 } flam_host;
 
 typedef struct {
-  int64_t (*run)(void** pointers, const int64_t* sizes); /* 0, or what is wrong with the data */
+  int64_t (*run)(void** pointers, const int64_t* sizes); /* returns 0, or the fault that it found in the data */
   int64_t pointers, sizes;
 } flam_kernel;
 

@@ -1,4 +1,4 @@
-/* A file becomes a model: every count, offset and number in it is checked before anything is used. */
+/* Reads a file into a model. Every count, offset and number is checked before it is used. */
 #include "internal.h"
 #include "words.h"
 
@@ -34,7 +34,7 @@ void* fl_aligned(size_t bytes) {
   return posix_memalign(&found, 64, bytes ? bytes : 64) ? NULL : found;
 }
 
-/* One thread at a time loads and unloads code: the C library has a lock of its own, which sanitizers do not see. */
+/* One thread at a time loads and unloads code: sanitizers do not see the C library's own lock. */
 static pthread_mutex_t loader = PTHREAD_MUTEX_INITIALIZER;
 
 /* ---- memory of a model ---- */
@@ -160,7 +160,7 @@ static void read_numbers(cursor* c, program* p, const method* of) {
   }
 }
 
-/* Of a launch on a device: which functions, under which condition, and how many groups. */
+/* For a launch on a device: functions, their conditions, and the numbers of groups. */
 static void read_choices(cursor* c, program* p, step* s, int64_t functions) {
   s->checks = below(c, 2);
   s->record = s->checks ? p->record_count++ : 0;
@@ -178,7 +178,7 @@ static void read_choices(cursor* c, program* p, step* s, int64_t functions) {
   }
 }
 
-/* Of a call of torch: what is called, and its tensors. */
+/* For a call of torch: the operator, and its tensors. */
 static void read_call(cursor* c, const program* p, step* s) {
   s->call = string(c);
   s->tensor_count = count_of(c);
@@ -341,7 +341,7 @@ static int check_file(const uint8_t* data, size_t size, flam_error* error) {
     if (!all_zero(data + end, begin - end)) return DAMAGED("there is something between its sections");
     end = begin + s->size;
     if (flam_hash(data + begin, s->size) != s->hash) return DAMAGED("the checksum of its section '%s' is wrong", s->name);
-    /* What runs or is followed; what people read has the other one. */
+    /* Sections that are executed or followed have this checksum; those for people have the other one. */
     if ((s->kind == INDEX || s->kind == CODE || s->kind == DEVICE) && !same_sha(data, s)) {
       return DAMAGED("the checksum of its section '%s' is wrong", s->name);
     }
@@ -363,7 +363,7 @@ static const section* section_of(const uint8_t* file, uint64_t kind) {
 
 static const flam_host host = {fl_parallel, fl_member, fl_members, flam_threads};
 
-/* Loaded out of a file that is in memory alone. It stays open: the loader takes two of one name for the same. */
+/* Loads code through a file in memory. The file stays open, because the loader takes files of one name as the same. */
 static const flam_code* load_code(flam_model* m, const section* s, flam_error* error) {
   m->code_file = memfd_create("flambeau", MFD_CLOEXEC);
   for (size_t done = 0; m->code_file >= 0 && done < s->size;) {
@@ -385,7 +385,7 @@ static const flam_code* load_code(flam_model* m, const section* s, flam_error* e
   return bind ? bind(&host) : NULL;
 }
 
-/* Whether a target runs here; if not, why. Its code is loaded then. */
+/* Whether a target runs here, with its code loaded; if not, the reason. */
 static int begin_target(flam_model* m, const section* s, const char* features, int number, const flam_code** kernels, char* why,
                         size_t room, flam_error* error) {
   flam_error said = {0};
@@ -562,7 +562,7 @@ flam_model* flam_load_on(const char* path, const char* target, int number, flam_
     return NULL;
   }
   size_t size = (size_t)status.st_size;
-  /* Pages come as the threads check them, each its own: asked for at once, one thread would bring all of them. */
+  /* Each thread reads the pages that it checks; requested at once, one thread would read all of them. */
   void* data = size ? mmap(NULL, size, PROT_READ, MAP_PRIVATE, file, 0) : MAP_FAILED;
   close(file);
   if (data == MAP_FAILED) {

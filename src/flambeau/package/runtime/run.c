@@ -2,7 +2,7 @@
    inputs is found, and checked, once for each shape in a row; a call with the same ones only fills in addresses. */
 #include "internal.h"
 
-/* ---- what is known of a model ---- */
+/* ---- properties of a model ---- */
 
 int flam_method(const flam_model* m, const char* name) {
   for (int64_t k = 0; k < m->method_count; ++k) {
@@ -37,7 +37,7 @@ void flam_seed(flam_model* m, uint64_t seed) {
 
 /* ---- arguments ---- */
 
-/* "float16 [1, 224, 224, 3]", and the strides where they are not those of rows. */
+/* "float16 [1, 224, 224, 3]", with strides unless the tensor is contiguous. */
 void fl_described(const flam_tensor* t, int strides, char* out, size_t size) {
   size_t at = (size_t)snprintf(out, size, "%s [", fl_dtype(t->dtype));
   int rank = t->rank < 0 || t->rank > FLAM_MAX_RANK ? 0 : t->rank;
@@ -65,7 +65,7 @@ static int check_input(const port* p, const flam_tensor* t, flam_error* error) {
   return 0;
 }
 
-/* How many bytes from its first element on something of these sizes and strides takes; -1 if that is no number. */
+/* The number of bytes from the first element of a tensor to its end; -1 if that overflows. */
 int64_t fl_extent(const int64_t* sizes, const int64_t* strides, int64_t rank, int64_t itemsize) {
   int64_t top = 1, reach;
   for (int64_t k = 0; k < rank; ++k) {
@@ -76,7 +76,7 @@ int64_t fl_extent(const int64_t* sizes, const int64_t* strides, int64_t rank, in
   return __builtin_mul_overflow(top, itemsize, &top) ? -1 : top;
 }
 
-/* ---- numbers of the run ---- */
+/* ---- run-time numbers ---- */
 
 static double real(int64_t bits) {
   double x;
@@ -103,7 +103,7 @@ static int evaluate(const program* p, const flam_tensor* inputs, int64_t units, 
       case OP_SUB: bad = __builtin_sub_overflow(a, b, r); break;
       case OP_MUL: bad = __builtin_mul_overflow(a, b, r); break;
       case OP_DIV:
-      case OP_MOD: /* as Python: the rest has the sign of the divisor */
+      case OP_MOD: /* as in Python: the remainder has the sign of the divisor */
         if (b == 0 || (a == INT64_MIN && b == -1)) bad = 1;
         else {
           int64_t rest = a % b, lower = rest && (rest < 0) != (b < 0);
@@ -125,9 +125,9 @@ static int evaluate(const program* p, const flam_tensor* inputs, int64_t units, 
   return 0;
 }
 
-/* ---- what follows from shapes ---- */
+/* ---- numbers that depend on shapes ---- */
 
-/* First fit, over all that live at the same time. */
+/* First fit, among all that live at the same time. */
 static int place_temporaries(const program* p, context* c, flam_error* error) {
   int64_t top = 0;
   for (int64_t k = 0; k < p->buffer_count; ++k) {
@@ -140,7 +140,7 @@ static int place_temporaries(const program* p, context* c, flam_error* error) {
       const buffer* other = p->buffers + o;
       if (other->place != PLACE_TEMPORARY || other->first > b->last || b->first > other->last) continue;
       int64_t begin = c->offsets[o], end = begin + (c->numbers[other->bytes] / 256 + 1) * 256;
-      if (begin < at + bytes && at < end) at = end, o = -1; /* whatever lay before it may now be in the way */
+      if (begin < at + bytes && at < end) at = end, o = -1; /* starts again: those before may overlap now */
     }
     c->offsets[k] = at;
     if (__builtin_add_overflow(at, bytes, &at)) return fl_fail(error, FLAM_ARGUMENT, "the sizes of the inputs are too large");
@@ -173,7 +173,7 @@ static int64_t bytes_of(const flam_model* m, const program* p, const method* of,
   }
 }
 
-/* A tensor of a call, as its words say; not where it is. */
+/* Describes a tensor of a call by its words, without its address. */
 static int find_tensor(const context* c, const int64_t* t, flam_tensor* out) {
   out->dtype = (int32_t)t[2];
   out->rank = (int32_t)t[3];
@@ -293,7 +293,7 @@ static context* new_context(const program* p, const method* of) {
   return c;
 }
 
-/* The seeds lie behind everything else. */
+/* The seeds come last. */
 int64_t* fl_seeds(const program* p, const context* c) { return (int64_t*)(c->there.arguments + p->most_pointers); }
 
 static context* take(flam_model* m, program* p, const method* of, weight_set** weights) {
@@ -360,7 +360,7 @@ int flam_shapes(flam_model* m, int k, const flam_tensor* inputs, int input_count
   return code;
 }
 
-/* Outputs that the caller gave must be what they will be; the others are allocated. */
+/* Checks outputs that the caller passed, and allocates the others. */
 static int take_outputs(const program* p, const method* of, const context* c, flam_tensor* outputs, uint8_t* made,
                         flam_error* error) {
   for (int64_t k = 0; k < of->output_count; ++k) {
@@ -395,7 +395,7 @@ int fl_fault(const flam_model* m, const context* c, const step* s, int64_t code,
     if (s->sites[2 * k] == (code & ~low) && s->sites[2 * k + 1] >= 0) size = c->numbers[s->sites[2 * k + 1]];
   }
   const char* text = kind > 0 && kind < m->fault_count && m->faults[kind][0] ? m->faults[kind] : " something is wrong with the data";
-  if (text[0] == '-' && index < 0 && size >= 0) index -= size; /* it counted from the end */
+  if (text[0] == '-' && index < 0 && size >= 0) index -= size; /* the index counted from the end */
   if (text[0] == '~') index = ~index;
   char message[600];
   size_t at = 0;
@@ -488,7 +488,7 @@ static void find_memory(const flam_model* m, const program* p, context* c, const
   }
 }
 
-/* `there`: what is given lies on the device, and is put into that stream. */
+/* `there`: inputs and outputs are on the device, and work goes into this stream. */
 static int call(flam_model* m, int k, const flam_tensor* inputs, int input_count, flam_tensor* outputs, int output_count, int there,
                 void* stream, flam_error* error) {
   int code = checked_call(m, k, input_count, output_count, error);

@@ -1,6 +1,6 @@
-/* The pool of threads. A parallel part has members that do not wait for each other: whoever is free takes the next, and
-   the caller is always one of them. So callers in many threads share the pool, and how many members there are, on which
-   results may depend, does not depend on who is busy. */
+/* The pool of threads. A parallel part has members that do not wait for each other: free threads, and always the caller,
+   take them in turn. So several callers can share the pool. The number of members, on which results may depend, does not
+   depend on how many threads are free. */
 #include "internal.h"
 
 #include <sched.h>
@@ -20,8 +20,8 @@ typedef struct job {
 static struct {
   pthread_mutex_t lock;
   pthread_cond_t work, finished;
-  job* first;          /* those with members that nobody has taken */
-  _Atomic int waiting; /* how many members there are of that kind */
+  job* first;          /* jobs with members that no thread has taken yet */
+  _Atomic int waiting; /* the number of such members */
   _Atomic int threads;
   int started, cores;
 } pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0, 0, 0};
@@ -91,7 +91,7 @@ static int taken(job* j) {
   return member;
 }
 
-/* With the lock held: the job may be gone as soon as the lock is. */
+/* With the lock held: the job may be freed when it is released. */
 static void ended(job* j) {
   if (atomic_fetch_add(&j->done, 1) + 1 == j->members) pthread_cond_broadcast(&pool.finished);
 }
@@ -116,7 +116,7 @@ static void* work(void* unused) {
   return NULL;
 }
 
-/* With the lock held. A thread that cannot be had is one less: the caller does its share. */
+/* With the lock held. If a thread cannot be created, the others do its share. */
 static void start(int wanted) {
   pthread_attr_t attributes;
   if (pool.started >= wanted || pthread_attr_init(&attributes)) return;

@@ -1,7 +1,7 @@
-/* New weights of a model, all at once: a call sees the old ones or the new ones. */
+/* Replaces the weights of a model, all at once: a call sees the old ones or the new ones. */
 #include "internal.h"
 
-/* Neither expanded nor with gaps. */
+/* Whether a tensor is neither expanded nor has gaps. */
 static int is_dense(const weight* w) {
   int64_t bytes = (int64_t)fl_itemsize(w->dtype);
   for (int64_t d = 0; d < w->rank; ++d) {
@@ -26,7 +26,7 @@ static int check_weight(const weight* w, const flam_tensor* t, flam_error* error
   memcpy(is.sizes, w->sizes, bytes);
   memcpy(is.strides, w->strides, bytes);
   char expected[400], got[400];
-  int strides = !is_dense(w); /* any order in memory is brought into that of the model, where there is one */
+  int strides = !is_dense(w); /* any memory order is converted to the model's */
   fl_described(&is, strides, expected, sizeof expected);
   fl_described(t, strides, got, sizeof got);
   return fl_fail(error, FLAM_ARGUMENT, "weight '%s': expected %s, got %s", w->name, expected, got);
@@ -40,7 +40,7 @@ static void lay(const weight* w, const flam_tensor* t, int64_t d, char* to, cons
   }
 }
 
-/* A block with the values that were given. */
+/* Allocates a block with the new values. */
 static block* new_block(const weight* w, const flam_tensor* t) {
   block* b = calloc(1, sizeof *b);
   void* data = fl_aligned((size_t)w->bytes);
@@ -55,7 +55,7 @@ static block* new_block(const weight* w, const flam_tensor* t) {
   return b;
 }
 
-/* By any of its names: "also NAME" of the metadata is the one that tied weights have here. -1: there is none. */
+/* The weight with this name; metadata "also NAME" has the first name of tied weights. -1: there is none. */
 static int64_t weight_called(const flam_model* m, const char* name) {
   char also[1024];
   snprintf(also, sizeof also, "also %s", name);
@@ -80,13 +80,13 @@ int flam_update_weights(flam_model* m, const char* const* names, const flam_tens
     code = places[i] < 0 ? fl_fail(error, FLAM_ARGUMENT, "the package has no weight '%s'", names[i])
                          : check_weight(m->weights_known + places[i], values + i, error);
   }
-  pthread_mutex_lock(&m->update_lock); /* of two updates at once, the second goes on from the first */
+  pthread_mutex_lock(&m->update_lock); /* of two simultaneous updates, the second starts from the first */
   for (int i = 0; !code && i < count; ++i) {
     const weight* w = m->weights_known + places[i];
     block *b = new_block(w, values + i), *before = made->blocks[places[i]];
     if (!b) {
       code = fl_fail(error, FLAM_MEMORY, "there is not enough memory for weight '%s'", w->name);
-    } else if (before) { /* tied weights may come by each of their names */
+    } else if (before) { /* tied weights may be given by several names */
       if (memcmp(before->data, b->data, (size_t)w->bytes)) {
         code = fl_fail(error, FLAM_ARGUMENT, "weight '%s' is given two values", w->name);
       }

@@ -1,11 +1,11 @@
-/* Words of a package, read from front to back: every count is checked before it is followed. */
+/* Reads the words of a package in order. Every count is checked before it is used. */
 #ifndef FLAMBEAU_WORDS_H
 #define FLAMBEAU_WORDS_H
 #include "internal.h"
 
 typedef struct {
   const int64_t *at, *end;
-  const char* wrong; /* what was found wrong first */
+  const char* wrong; /* the first error */
 } cursor;
 
 static inline int64_t wrong(cursor* c, const char* what) {

@@ -1,7 +1,7 @@
-// Metal's library as a compiler front end sees it: declarations alone, with address spaces as attributes (checker.py).
+// Declarations of Metal's library for a compiler front end, with address spaces as attributes (checker.py).
 //
-// thread, device and threadgroup do not convert into each other, and none of them into nothing: what a function takes is
-// said by its overloads.
+// Address spaces (thread, device, threadgroup) do not convert into each other, nor into none: each function has an
+// overload for every one that it accepts.
 #pragma once
 #define thread
 #define device __attribute__((address_space(1)))

@@ -56,9 +56,10 @@ def multiplied(factor: Expr) -> tuple[Expr, Expr | None]:
 @lru_cache(maxsize=256)
 def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsize: int, memory: float, parts: int
            ) -> list[Way]:
-    """The candidates worth timing, cheapest first: all whose modelled cost is within `near` of the best, with one
-    orientation and one number of pieces for each tile shape. If the `memory` traffic dominates, only the first.
-    `parts`: of the rows, in the last tile of each of which half of the rows are empty on average."""
+    """The candidates worth timing: all whose modelled cost is within `near` of the best, with one orientation and one
+    number of pieces for each tile shape. The cheapest comes first, and the three cheapest of each way to divide the
+    work come before others, as not all are timed. If the `memory` traffic dominates, only the first. `parts`: of the
+    rows, in the last tile of each of which half of the rows are empty on average."""
     found: dict[tuple[ProductTile, str], tuple[float, Way]] = {}
     for way in ways:
         rows, columns, *others = sizes if not way.turned else (sizes[1], sizes[0], *sizes[2:])
@@ -71,7 +72,9 @@ def ranked(ways: tuple[Way, ...], sizes: tuple[int, ...], products: int, itemsiz
     costs = sorted(found.values(), key=lambda at: at[0])
     least = costs[0][0] if costs else 0
     at_most = least if least * 100 < memory * BLOCKS.near else least * BLOCKS.near / 100
-    return [way for cost, way in costs if cost <= at_most]
+    near = [way for cost, way in costs if cost <= at_most]
+    before = [sum(other.how == way.how for other in near[:k]) for k, way in enumerate(near)]
+    return [near[k] for k in sorted(range(len(near)), key=lambda k: before[k] // 3)]
 
 
 def turned(k: ContractKernel) -> ContractKernel:
@@ -120,7 +123,9 @@ class ContractBlocks(PieceTiles):
         # with a single step there is nothing to divide
         shared = [t for t in tiles if t.deep < depth * self.kind.itemsize]
         roles = tiles if k.ragged is None and all(self.by_engine(e, always=True) for e in k.factors()) else []
-        return {"once": cut, "turns": tiles, "roles": roles, "shares": shared, "pieces": shared}
+        # beside factors, results may fit in halves
+        turns = [t if self.fits(t, "turns") else replace(t, ends=2) for t in tiles]
+        return {"once": cut, "turns": turns, "roles": roles, "shares": shared, "pieces": shared}
 
     def by_engine(self, factor: Expr, always: bool = False) -> bool:
         """Whether the copy engine can load a factor, at sizes like those that were captured, or at any (`always`)."""
@@ -258,7 +263,19 @@ class ContractBlocks(PieceTiles):
         with self.scope("if first == 0:" if self.how == "shares" else "if True:", footer=""):
             for part, (at, size) in enumerate(self.column_parts()):
                 end = self.leave if self.how == "pieces" else self.finish
-                end([names[part] for names in sums], at, size)
+                found = [names[part] for names in sums]
+                for names, start in self.halved(found, at, size) if t.ends == 2 else ((found, at),):
+                    end(names, start, size // t.ends)
+
+    def halved(self, sums: Sequence[str], at: str, wide: int) -> list[tuple[list[str], str]]:
+        """Writes the halves of sums' columns; returns their names and where they start."""
+        halves: tuple[list[str], list[str]] = [], []
+        for name in sums:
+            for half in halves:
+                half.append(self.fresh("half"))
+            self.line(f"{halves[0][-1]}, {halves[1][-1]} = tl.split(tl.permute(tl.reshape("
+                      f"{name}, [{self.t.high}, 2, {wide // 2}]), [0, 2, 1]))")
+        return [(halves[0], at), (halves[1], f"{at} + {wide // 2}")]
 
     def column_parts(self) -> list[tuple[str, int]]:
         """Returns the start and the length of each part of a tile's columns."""

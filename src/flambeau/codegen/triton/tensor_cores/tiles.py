@@ -56,7 +56,7 @@ class TileWriter(MapWriter):
         first, *others = sorted((self.dtypes[n].itemsize for n, _ in k.stores), reverse=True) or [0]
         across = [e.dtype.itemsize for i in k.items for e in loads(*i.exprs)
                   if all(e.symbols() & set(vars) for vars in (k.rows, k.columns))]
-        return t.high * max(t.wides) * (first + max([*others, *across, 0]))
+        return t.high * max(t.wides) // t.ends * (first + max([*others, *across, 0]))
 
     @staticmethod
     def has_slots(t: ProductTile) -> bool:
@@ -123,7 +123,9 @@ class TileWriter(MapWriter):
         for e, start in zip(values, nothing, strict=True):
             text = self.spread(self.value(e), self.full())
             texts.append(f"tl.where({inside}, {text}, {start})" if inside else text)
-        reduced = self.reduced(c, texts, *axes)
+        # In no order, a tile is reduced where it is; along one axis after the other, it goes through memory first.
+        reduced = self.over("tl.reduce", c, texts, None) if len(axes) == 2 and c.level is None else (
+            self.reduced(c, texts, *axes))
         # Slots are axes of their own, as many along each side as it covers.
         sides, holds, slot, place = list(self.blocks), [self.inside({0, 1} - {*axes})], [], ""
         for axis in axes:
