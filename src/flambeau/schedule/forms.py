@@ -175,7 +175,7 @@ def block_loops(k: LoopKernel, t: BlockTuning) -> Form:
     width = rows_beside(k, t) if k.vector in k.inner else columns_beside(k, t)
     if k.vector in k.outer and length.is_const and kept:
         read = {e.attr[0] for e in loads(*k.everything())}
-        held = held_columns(length.const, [p.dtype.itemsize for p in k.params if p.name in read], t)
+        held = min(held_columns(length.const, [p.dtype.itemsize for p in k.params if p.name in read], t), width)
         if held and is_compact(k):  # a few columns of all rows are whole sectors
             held = min(held, max(t.column_tile >> (length.const - 1).bit_length(), columns_of_block(k)))
         return Form("whole rows", held) if held else Form("rows in pieces", width)

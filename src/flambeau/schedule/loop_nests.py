@@ -416,7 +416,9 @@ def choose_tile(d: NestDraft, vars: Sequence[Sym], vector: Sym | None, t: Tuning
             if v is not vector and address.coefficient(v) is ONE \
                     and d.about(merged_size(v, vars, d), t.tile_least) >= t.tile_least \
                     and (not short or is_long(v)):
-                votes[v] = votes.get(v, 0) + 1
+                # On GPUs, a table that is read again and again counts less than what is read or written once.
+                points = d.about(volume(w for w in vars if w in address.symbols()), 1) if t.flat_maps else 1
+                votes[v] = votes.get(v, 0) + points
     return max(votes, key=lambda v: votes[v]) if votes else None
 
 

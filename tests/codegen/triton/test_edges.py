@@ -138,3 +138,9 @@ def test_what_is_written_across_its_reads(shape: tuple[int, ...], order: tuple[i
     want, got = both(f, x)
     torch.testing.assert_close(got, want)
     assert got.stride() == want.stride()
+
+
+def test_a_map_of_one_element() -> None:
+    x = torch.tensor(2.5)
+    want, got = both(lambda x: torch.minimum(x, x * 2) + 1, x)
+    torch.testing.assert_close(got, want)

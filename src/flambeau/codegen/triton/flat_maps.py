@@ -57,4 +57,6 @@ def is_idle(k: LoopKernel, room: int) -> bool:
     sizes = {v: k.about(v.size, block) for v, block in blocks.items()}
     lanes = math.prod(-(-sizes[v] // block) * block for v, block in blocks.items())
     known = all(v.size.is_const for v in k.outer[-2:])  # else the kernel would divide by run-time sizes
+    if known and any(v.size.const <= BLOCKS.short_line and v.size.const % BLOCKS.access for v in k.outer[-1:]):
+        return lanes > math.prod(sizes.values())  # accesses would be single elements
     return lanes * 100 > math.prod(sizes.values()) * (BLOCKS.lanes if known else BLOCKS.lanes_at_run)

@@ -137,7 +137,15 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             self.all_stages()
         values = sum(k.vector in at.symbols() and not at.symbols().isdisjoint(k.inner)
                      and not at.symbols().isdisjoint(k.outer) for _, at in dict.fromkeys(k.accesses()))
-        return PartDraft(self, grid, warps_for(self.elements(), self.programs, values))
+        if self.line_axis is not None and k.is_crossed():
+            values *= 2  # each is held twice, in the order of its memory and in that of the tile
+        if whole and k.vector in k.outer and (k.scratch or k.reads_again()):
+            return PartDraft(self, grid, warps_of_columns(k, self.elements()))
+        warps = warps_for(self.elements(), self.programs, values)
+        if values == 1 and k.vector in k.outer and not whole:  # columns of wide elements: fewer of them for each thread
+            read = max((p.dtype.itemsize for p in k.params if not p.written), default=1)
+            warps = max(warps, min(BLOCKS.most_warps, self.elements() * read // (BLOCKS.warp * BLOCKS.column_read)))
+        return PartDraft(self, grid, warps)
 
     # ---- the tile --------------------------------------------------------------------------------------
 
@@ -165,6 +173,9 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
             return None
         size = k.about(k.inner[-1].size, piece)
         lanes = min(piece, power(size))
+        if k.is_crossed():  # tiles are narrow enough to cover memory sectors across lines, too
+            across = k.about(volume(k.inner[:-1]), BLOCKS.transpose_side)
+            lanes = min(lanes, max(BLOCKS.warp, piece // min(BLOCKS.transpose_side, power(across))))
         while lanes > BLOCKS.warp and -(-size // lanes) * lanes * 100 > size * BLOCKS.lanes:
             lanes //= 2
         return lanes if lanes >= BLOCKS.warp else None
@@ -184,9 +195,18 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         if across is not None:
             return self.transposed(across, k.outer[-1])
         windows = BLOCKS.neighbour_threads if self.phases and self.phases.neighbours else BLOCKS.window_threads
-        room = self.scale.sized(windows * self.points if self.apart else BLOCKS.threads * per_thread(exprs))
+        each = per_thread(exprs) // (2 if self.reads_apart() else 1)
+        room = self.scale.sized(windows * self.points if self.apart else BLOCKS.threads * max(1, each))
         near = overlapping(exprs, k.outer) if self.apart else []
         return compact(k.outer, near, room) if len(near) > 1 else spans(k, k.outer, room)
+
+    def reads_apart(self) -> bool:
+        """Whether some read has each element in a memory sector of its own: then adjacent threads should read adjacent
+        elements, so that a warp's accesses are to few lines."""
+        last = self.k.outer[-1] if self.k.outer else None
+        reads = loads(*self.k.everything()) if last is not None else []
+        steps = [(e.attr[1][0].coefficient(last), e.dtype.itemsize) for e in reads]
+        return any(c is not None and c.is_const and abs(c.const) * size >= BLOCKS.sector for c, size in steps)
 
     def transposed(self, *pair: Sym) -> dict[Sym, int]:
         """Square tiles: smaller ones where there are few tiles, where a point has several results, and where registers
@@ -200,6 +220,9 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         for side, above in [*shapes, (few, dict[Sym, int]())]:
             blocks = {v: above.get(v) or min(side, power(k.about(v.size, side)))
                       for v in k.outer if v in (*pair, *above)}
+            if self.apart:  # what a point writes is a tile by itself
+                blocks[pair[0]] = max(1, blocks[pair[0]] // 2)
+                return self.stretched(blocks, pair[-1])
             for v in pair:  # the other one may be short
                 most = BLOCKS.tile * blocks[v] // math.prod(blocks[w] for w in pair)
                 blocks[v] = max(blocks[v], min(most, power(k.about(v.size, most))))
@@ -224,6 +247,8 @@ class LoopBlocks(StageWriter[Carries], BlockWriter):
         if k.form.name == "whole rows":
             return power(self.inner.const), True
         piece = self.scale.sized(BLOCKS.piece // k.form.width)
+        if k.vector in k.outer and k.about(volume(k.outer), BLOCKS.processors) <= BLOCKS.columns:
+            piece *= BLOCKS.columns // k.form.width  # few programs have a processor each, and more in flight
         return min(piece, power(k.about(self.inner, piece))), False
 
     def rows_side_by_side(self, length: int) -> int:
@@ -543,6 +568,14 @@ def warps_for(elements: int, programs: int = BLOCKS.enough_programs, values: int
     while each > BLOCKS.access and each * values > BLOCKS.held_values:
         each //= 2
     return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
+
+
+def warps_of_columns(k: LoopKernel, elements: int) -> int:
+    """Warps for a program that holds columns: the fewer warps share a column, the fewer results they exchange."""
+    moved = sum(p.dtype.itemsize for p in k.params for name, at in dict.fromkeys(k.accesses())
+                if name == p.name and not at.symbols().isdisjoint(k.inner))
+    each = max(BLOCKS.access, min(BLOCKS.column_thread, BLOCKS.column_bytes // max(moved, 1)))
+    return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * (1 << (each.bit_length() - 1)))))
 
 
 def programs_of(k: AnySize, vars: Iterable[Sym], blocks: dict[Sym, int]) -> int:

@@ -65,6 +65,9 @@ class ScanBlocks(BlockWriter):
         row = BLOCKS.scan_piece if self.apart and rows else BLOCKS.scan_row
         most = self.scale.sized(row if rows else BLOCKS.scan_piece // BLOCKS.scan_columns)
         length = k.about(self.length, most + 1)
+        if not rows and most < length <= 4 * most and self.programs(outer, {outer[-1]: BLOCKS.scan_columns}) \
+                < BLOCKS.enough_tiles:
+            most *= 2  # fewer columns for each program, and fewer pieces one after the other
         piece = min(max(2, power(length)), most)
         blocks = spans(k, outer, max(1, self.scale.sized(BLOCKS.scan_piece) // piece))
         cut = not self.length.is_const or length > piece
@@ -84,8 +87,9 @@ class ScanBlocks(BlockWriter):
     def warps(self, elements: int) -> int:
         """Warps for a tile: a thread scans as many elements as its registers hold, which costs least."""
         k = self.k
-        if self.apart:  # more threads have more accesses in flight
-            each = BLOCKS.scan_thread_apart if k.form.name == "rows" else BLOCKS.scan_thread_column
+        columns = k.form.name != "rows"
+        if self.apart or columns and len(k.combine.dtypes) > 1:  # more threads have more accesses in flight
+            each = BLOCKS.scan_thread_column if columns else BLOCKS.scan_thread_apart
             return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
         each = BLOCKS.scan_thread // power(sum(-(-d.itemsize // 4) for d in k.combine.dtypes))
         return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
