@@ -110,7 +110,8 @@ def test_roots_and_powers_of_one_half(dtype: torch.dtype) -> None:
     """Eager takes roots where a number is the exponent (not of float16), and powers where a tensor is. They differ for
     minus infinity and minus zero."""
     def fn(x: torch.Tensor) -> list[torch.Tensor]:
-        out = [y for e in (0.5, -0.5) for y in (x**e, x**torch.full_like(x, e), *torch._foreach_pow([x], e))]
+        out = [y for e in (0.5, -0.5) for y in (x**e, x**torch.full_like(x, e), *torch._foreach_pow([x], e),
+                                                *torch._foreach_pow([x], [torch.full_like(x, e)]))]
         return [*out, *(y.nan_to_num(1.0).signbit() for y in out)]
 
     agree(fn, torch.tensor([-math.inf, math.inf, -0.0, 0.0, -1.0, 4.0, math.nan] * 5, dtype=dtype))

@@ -191,6 +191,8 @@ def test_operators_without_a_kernel_are_refused_by_name(tmp_path: Path) -> None:
         exported(Factored(), (torch.eye(3),), tmp_path, torch_operators=True, targets=["opencl:cpu"])
     with pytest.raises(UnsupportedError, match=r"aten\.index\.Tensor"):  # the number of results depends on data
         exported(lambda x: x[x > 0], (torch.eye(3),), tmp_path, torch_operators=True)
+    with pytest.raises(UnsupportedError, match=r": \.item\(\) \(in forward, cpu\)"):
+        exported(lambda x: x * x.argmax().item(), (torch.rand(4),), tmp_path, torch_operators=True)
     assert not (tmp_path / "model.flam").exists()
 
 

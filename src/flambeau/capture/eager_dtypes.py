@@ -27,8 +27,7 @@ from flambeau.torch_compat.ops import OpOverload
 _ABOUT_DTYPES = re.compile(r"not implemented for|not support|only supports?\b|[Dd]type\b|scalar type|can't be cast|"
                            "without overflow|negative integer powers")
 
-SYMBOLS = torch.SymInt, torch.SymFloat
-LARGE = 1 << 40, 1e300  # an integer and a float that small dtypes do not hold
+LARGE = 1 << 40  # small dtypes do not hold it
 MOST = 1 << 14  # elements of a tensor in a test call
 SMALL = (torch.float16, torch.bfloat16)  # GPUs and our device have kernels for these that the CPU lacks
 
@@ -75,29 +74,30 @@ def _takes(op: OpOverload, keys: Iterable[Any], device: torch.device) -> bool:
 
 
 def _holds_numbers(op: OpOverload, args: Any, kwargs: Any) -> bool:
-    """Whether eager accepts the values of run-time numbers: integers have no negative powers, and small dtypes do not
+    """Whether eager accepts the values of run-time integers: integers have no negative powers, and small dtypes do not
     hold every number. If that depends on the value, a guard keeps the graph to values that are accepted."""
     given = {a.name: x for a, x in zip(op._schema.arguments, args, strict=False)} | kwargs
     names = [a.name for a in op._schema.arguments if "number" in str(a.type) and a.name in given]
-    numbers = [x for name in names for x in map(_value, flat(given[name])) if isinstance(x, SYMBOLS)]
+    numbers = [x for name in names for x in map(_value, flat(given[name])) if isinstance(x, torch.SymInt)]
     dtypes = {x.dtype for x in map(_value, flat((args, tuple(kwargs.values())))) if isinstance(x, torch.Tensor)}
     if not numbers or not dtypes:
         return True
 
-    def takes(*examples: float) -> bool:
-        of = dict(zip(SYMBOLS, examples, strict=True))
-        known = {name: fx.node.map_aggregate(given[name], lambda x: of.get(type(_value(x)), x)) for name in names}
+    def takes(n: int) -> bool:
+        known = {name: fx.node.map_aggregate(
+            given[name], lambda x: n if isinstance(_value(x), torch.SymInt) else x) for name in names}
         return _takes(op, [_described(((), tuple(sorted((given | known).items()))), _two)], CPU)
 
     def known(x: Any) -> bool:
         """The answer for this call, which a guard then keeps; False if only data give it."""
         return bool(x) if not isinstance(x, torch.SymBool) or x.node.has_hint() else False
 
-    if takes(1, 1.0):
-        if not takes(-1, -1.0) and not all(known(x >= 0) for x in numbers):
+    if takes(1):
+        if not takes(-1) and not all(known(x >= 0) for x in numbers):
             return False
-        if not takes(*LARGE):
-            ranges = [torch.finfo(d) if d.is_floating_point else torch.iinfo(d) for d in dtypes - {torch.bool}]
+        if not takes(LARGE):
+            ranges = [torch.finfo(d) if d.is_floating_point else torch.iinfo(d) for d in dtypes
+                      if d is not torch.bool and not d.is_complex]
             return all(known(x >= r.min) and known(x <= r.max) for x in numbers for r in ranges)
     return True
 

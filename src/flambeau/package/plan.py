@@ -23,6 +23,7 @@ from flambeau.ir.index import Index, Op, Sym, as_index, maximum, minimum
 from flambeau.ir.nodes import Buffer, Value, contiguous_strides
 from flambeau.ir.program import BufferPlan, Call, Copy, Launch, Program, TableKernel, sites_of
 from flambeau.runtime.launch_plan import Held
+from flambeau.runtime.operator_calls import read_here
 from flambeau.schedule.memory import lifetimes
 from flambeau.schedule.plan import strided
 from flambeau.schedule.streams.order import is_single
@@ -428,4 +429,5 @@ def missing_operators(p: Program, torch_too: bool) -> tuple[list[str], list[str]
     calls = [s for s in p.steps if isinstance(s, Call) and not isinstance(s.target, Held)]
     left = {str(s.target) for s in calls if torch_too and isinstance(s.target, OpOverload)
             and all(p.places[n].dtype in DTYPES for n in s.names if n in p.places)}
-    return sorted({str(s.target) for s in calls} - left), sorted(left)
+    names = {".item()" if s.target is read_here else str(s.target) for s in calls}
+    return sorted(names - left), sorted(left)
