@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from flambeau.config import config
 from flambeau.torch_compat.autograd import current_transform
 from flambeau.torch_compat.dynamo import config as dynamo_config
 from flambeau.torch_compat.dynamo import get_eval_frame_callback
+from flambeau.torch_compat.short_calls import unwatched
 
 pytestmark = pytest.mark.filterwarnings("error:flambeau:RuntimeWarning")
 
@@ -325,3 +327,15 @@ def test_sizes_of_subclasses_are_read_by_torchs_own_function() -> None:
     x = torch.zeros(2, 3, 4)[:, 1:]
     assert (utils.call_size(x, 1), utils.call_stride(x, 0), utils.call_storage_offset(x)) == (2, 12, 4)
     assert utils.call_size(x.as_subclass(Sized), 1) == 5
+
+
+def test_a_wrapper_of_our_function_is_disabled_by_torch() -> None:
+    compiled(F.relu)  # applies the changes to Dynamo
+
+    @functools.wraps(inner := unwatched(lambda args: get_eval_frame_callback()))
+    def wrapper(*args: Any) -> Any:
+        return get_eval_frame_callback()
+
+    assert torch.compiler.disable(inner) is inner
+    outside, inside = torch.compile(lambda: (torch.compiler.disable(wrapper)(), inner()), backend="eager")()
+    assert outside is None and inside is None

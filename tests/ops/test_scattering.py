@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import flambeau.debug
 from agreement import agree, through
 
 aten = torch.ops.aten
@@ -78,6 +79,19 @@ def test_small_floats_are_summed_in_float32(dtype: torch.dtype) -> None:
 
     for y in through(fn)(x, i, s):
         assert torch.equal(y, torch.tensor([2548.0, 0.0], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_few_small_floats_are_put_as_in_eager(dtype: torch.dtype) -> None:
+    """Eager's index_put rounds at each write: it need not widen all other elements. Its index_add does not."""
+    x, i, s = torch.randn(64, 8).to(dtype), torch.tensor([3, 9, 3, 3]), torch.randn(4, 8).to(dtype)
+    for fn, rounds in ((lambda x, i, s: x.index_put([i], s, True), True),
+                       (lambda x, i, s: x.index_add(0, i, s), False)):
+        torch.compiler.reset()
+        with flambeau.debug.collect() as graphs:
+            got = torch.compile(fn, backend="flambeau")(x, i, s)
+        assert torch.equal(got, fn(x, i, s))
+        assert any("float*" in t.text for g in graphs for t in g.texts) != rounds
 
 
 @pytest.mark.parametrize("include_self", [True, False])

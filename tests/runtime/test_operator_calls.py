@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from flambeau import pipeline
 from flambeau.compile.cache_entry import codec
 from flambeau.native import build
 from flambeau.pipeline import Options, compiled
@@ -150,3 +151,15 @@ def test_a_listener_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch
     background.tell(heard.append)
     built.set()
     assert background.wait() == "module" and heard == ["module"]
+
+
+def test_a_transposed_argument_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is prepared, although the sizes of the view are not known."""
+    seen: list[Any] = []
+    monkeypatch.setattr(pipeline, "OBSERVERS", [seen.append])
+    run = torch.compile(lambda x, w: x @ w.t(), backend="flambeau", dynamic=True)
+    for n in (3, 5, 1):
+        x, w = torch.randn(n, 4), torch.randn(n + 2, 4)
+        torch.testing.assert_close(run(x, w), x @ w.t())
+    call = next(line for line in seen[0].package.source.splitlines() if "permute" in line)
+    assert " = call0(" in call and ".permute(1, 0))" in call

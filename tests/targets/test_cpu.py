@@ -207,6 +207,29 @@ def test_machines_with_other_instructions_have_other_kernels(told: str, wanted: 
     assert toolchain.cpu_identity.__wrapped__() == (wanted or f"{os.uname().machine} {os.uname().nodename}")
 
 
+def test_kernels_leave_the_mask_that_the_librarys_functions_wait_for(tmp_path: Path) -> None:
+    """Otherwise each exponential of doubles would wait until the choice that follows the last one is made."""
+    found = toolchain.find_toolchain(config.compiler, shared_cache(config.cache_dir, config.cache_limit_mb))
+    text = tmp_path / "huber.cpp"
+    text.write_text("""
+        extern "C" {
+        #pragma omp declare simd notinbranch
+        double exp(double) noexcept;
+        double sum(const double* x, const double* y, long n) {
+          double total = 0;
+          #pragma omp simd reduction(+ : total)
+          for (long i = 0; i < n; ++i) { const double e = exp(x[i]) - y[i]; total += e < 1.0 ? e * e : e; }
+          return total;
+        }
+        }""")
+    flags = [f for f in found.flags if f != "-shared"]
+    done = subprocess.run([found.compiler, *flags, "-S", "-o", "-", str(text)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "%k1" not in done.stdout
+    if "clang" not in found.version and "avx512dq" in Path("/proc/cpuinfo").read_text():
+        assert "%k2" in done.stdout  # masks are used
+
+
 def test_names_within_a_build_are_unique(machine: Machine) -> None:
     with pytest.raises(ValueError, match="called 'same'"):
         machine.fresh().build([scale(2, "same"), scale(3, "same")])

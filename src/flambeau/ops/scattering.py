@@ -33,15 +33,16 @@ Source = Callable[[tuple[Index, ...]], Expr]
 
 
 def write(x: Value, source: Sequence[Index], target: Target, value: Source, mode: str = "set",
-          mask: Source | None = None) -> Value:
+          mask: Source | None = None, rounds: bool = False) -> Value:
     """x after element target(j), for each j of the source in order, is set to value(j) or combined with it.
 
     Sums and products of half and bfloat16 accumulate in float32 and are rounded once, unless so few values are added
-    that widening all other elements would take longer. Bools add as `or`.
+    that widening all other elements would take longer. Where writes have an order, this is only done if eager rounds
+    at each write as well (`rounds`). Bools add as `or`.
     """
     if is_empty(source):
         return x
-    kept = x.dtype if mode == "set" or adds_little(x, source, mode) else opmath(x.dtype)
+    kept = x.dtype if mode == "set" or adds_little(x, source, mode, rounds) else opmath(x.dtype)
     if is_bool(x.dtype):
         mode = {"add": "max", "mul": "min"}.get(mode, mode)
     out = build.scatter(x.shape, lambda i: cast(x.load(i), kept), source, target,
@@ -49,11 +50,12 @@ def write(x: Value, source: Sequence[Index], target: Target, value: Source, mode
     return to_dtype(out, x.dtype)
 
 
-def adds_little(x: Value, source: Sequence[Index], mode: str) -> bool:
-    """Whether most elements stay unchanged, and memory can combine the others in their own dtype (atomics)."""
+def adds_little(x: Value, source: Sequence[Index], mode: str, rounds: bool) -> bool:
+    """Whether most elements stay unchanged, and the others can be combined in their own dtype: in order, or by atomics.
+    """
     g = build.graph()
     caps, (added, points) = g.capabilities, (about(product(shape), g.typical, 0) for shape in (source, x.shape))
-    joins = not (caps.ordered_scatter or caps.deterministic) and caps.swaps(mode, x.dtype)
+    joins = rounds if caps.ordered_scatter else not caps.deterministic and caps.swaps(mode, x.dtype)
     return joins and 0 < added * FEW <= points
 
 
@@ -69,7 +71,7 @@ def index_put(x: Value, indices: Sequence[Value | None], values: Value, accumula
     if not _fits(values.shape, where_.shape):
         return NotImplemented  # eager raises the error
     return write(x, where_.shape, lambda j: where_.at(j, locate), lambda j: load_at(values, j),
-                 "add" if accumulate else "set")
+                 "add" if accumulate else "set", rounds=True)
 
 
 # index_put leaves its checks to this operator.
@@ -86,7 +88,7 @@ def unsafe_masked_index_put_accumulate(x: Value, mask: Value, indices: Sequence[
     if where_ is None:
         return NotImplemented
     return write(x, where_.shape, lambda j: where_.at(j, trusted), lambda j: load_at(values, j), "add",
-                 lambda j: load_at(mask, j))
+                 lambda j: load_at(mask, j), rounds=True)
 
 
 def _masked_put(x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool) -> Any:

@@ -165,6 +165,18 @@ class Writer:
         at = host_text(offset) + (f" + {base}.storage_offset()" if within else "")
         return f"{base}.as_strided({self.shape(v.shape)}, {self.shape(strides)}, {at})"
 
+    def permuted(self, v: Value, strides: tuple[Index, ...], offset: Index) -> str | None:
+        """A tensor expression for a value that is its whole buffer with the dimensions in another order."""
+        b = self.buffers[v.buffer]
+        there, order = [*zip(b.shape, b.strides, strict=True)], list[int]()
+        for dim in zip(v.shape, strides, strict=True):
+            found = next((k for k, other in enumerate(there) if other == dim and k not in order), None)
+            if found is None:
+                return None
+            order.append(found)
+        whole = len(order) == len(there) and offset.is_const and offset.const == 0
+        return f"{self.tensor(v.buffer)}.permute({', '.join(map(str, order))})" if whole else None
+
     def results(self) -> list[str]:
         """Expressions for the results. A value returned twice is one object; two values in one place are two."""
         values = [o for o in self.p.outputs if isinstance(o, Value)]
@@ -457,7 +469,8 @@ class Writer:
                 return TENSOR, self.tensor(x.buffer)
             strides, offset, within = view
             if not all(i.is_const for i in (*x.shape, *strides, offset)):
-                return None
+                permuted = self.permuted(x, strides, offset)
+                return None if permuted is None else (TENSOR, permuted)
             shape, steps = (tuple(i.const for i in y) for y in (x.shape, strides))
             return Strided(shape, steps, offset.const, within), self.tensor(x.buffer)
         constant = plain_constant(x)

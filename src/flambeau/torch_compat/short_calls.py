@@ -102,13 +102,14 @@ def unwatched(run: Callable[[list[Any]], Any], first: Sequence[Any] = ()) -> Cal
             set_eval_frame(before)
 
     skip_code(call.__code__)
-    call._torchdynamo_disable = call.is_unwatched = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call.unwatched = call  # type: ignore[attr-defined]
     return call
 
 
 def disabled(full: Callable[..., Any], self: Any, fn: Any) -> Any:
     """`DisableContext.__call__`, but functions of `unwatched` are returned as they are."""
-    return fn if getattr(fn, "is_unwatched", False) else full(self, fn)
+    return fn if getattr(fn, "unwatched", None) is fn else full(self, fn)  # wrappers copy attributes
 
 
 def short_reading(full: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
