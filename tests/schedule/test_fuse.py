@@ -13,7 +13,7 @@ from torch import Tensor
 from flambeau.codegen.c.kernel import render
 from flambeau.ir.index import as_index
 from flambeau.ir.program import LoopKernel
-from flambeau.schedule.fuse import positions, refine
+from flambeau.schedule.fusion.fuse import positions, refine
 from schedule.programs import calls, launches, program, programs
 
 

@@ -16,7 +16,7 @@ from flambeau.ir.expr import const, index_value, walk
 from flambeau.ir.nodes import Graph, Pointwise, Value
 from flambeau.ir.scalar import exp, sin, sqrt
 from flambeau.ir.tuning import BLOCKS
-from flambeau.schedule.inline import DEEPEST, LARGEST, depth_of, inline
+from flambeau.schedule.fusion.inline import DEEPEST, LARGEST, depth_of, inline
 from schedule.programs import launches, program, written
 
 F32 = torch.float32

@@ -101,7 +101,12 @@ def recorded(call: Callable[[], Any], device: str) -> tuple[Callable[[], Any], i
     except Exception:  # it waits for the device, or needs the host
         torch.cuda.synchronize()
         return call, 1
-    return graph.replay, count
+
+    def replay() -> Callable[[], Any]:
+        graph.replay()
+        return call  # kept, since the recording reads the tensors in it, such as a block mask
+
+    return replay, count
 
 
 def error(made: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

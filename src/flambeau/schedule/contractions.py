@@ -26,7 +26,7 @@ from flambeau.ir.program import ContractKernel, Product, RaggedRole, TileReducti
 from flambeau.ir.tuning import Tuning
 
 from .contraction_tails import join_products, reduce_by_tiles
-from .fuse import Group, Member, member_exprs
+from .fusion.fuse import Group, Member, member_exprs
 from .loop_nests import (
     NestDraft,
     draft_group,

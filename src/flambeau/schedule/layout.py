@@ -14,7 +14,7 @@ from flambeau.ir.expr import loads
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index, is_nonneg
 from flambeau.ir.nodes import Buffer, Graph, Node, Pointwise, Reduce, Scatter, contiguous_strides
 
-from .inline import materialised
+from .fusion.inline import materialised
 
 Order = tuple[int, ...]  # dimensions, the one with the largest step first
 

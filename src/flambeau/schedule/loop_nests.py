@@ -34,7 +34,7 @@ from flambeau.ir.program import Item, LoopKernel, Param, ScanKernel, ScatterKern
 from flambeau.ir.tuning import BlockTuning, CpuTuning, PointTuning, Tuning
 
 from .forms import held_columns, is_shared, leaves_cache, points_beside, widest_float
-from .fuse import Group, member_exprs
+from .fusion.fuse import Group, member_exprs
 from .rewrites.one_pass import alive, exponentials_at_once
 
 _INT64 = torch.int64

@@ -10,7 +10,7 @@ from flambeau.ir.dtypes import DType, is_float
 from flambeau.ir.expr import Expr, cast, const, rewrite, unary, walk, where
 from flambeau.ir.nodes import Contract, Graph
 
-from .inline import map_exprs
+from .fusion.inline import map_exprs
 
 _SMALL = (torch.float16, torch.bfloat16)
 _CHOICES = ("where", "min", "max")

@@ -43,8 +43,8 @@ from .attention import shape_attention
 from .buffer_reuse import write_mutations, write_over
 from .contractions import prepare_contractions, shape_contract
 from .forms import formed
-from .fuse import Group, Single, fuse, reads_elsewhere
-from .inline import COMPARED, inline, materialised
+from .fusion.fuse import Group, Single, fuse, reads_elsewhere
+from .fusion.inline import COMPARED, inline, materialised
 from .layout import settle_layouts
 from .loop_nests import is_empty, shape_group, shape_scan, shape_scatter
 from .memory import ProgramDraft, lifetimes, plan_memory

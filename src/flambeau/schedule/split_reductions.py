@@ -108,7 +108,7 @@ def split(graph: Graph, n: Reduce, caps: Capabilities) -> list[Node]:
     if short is not None:  # each of its elements is a column, next to those of the kept variable that continues lines
         points, results = points // short.size.const, results * short.size.const
     rows = short is None and reduces_contiguous(graph, n)
-    # In Triton, a map that writes across rows is a kernel of its own (`crossings.py`).
+    # In Triton, a map that writes across rows is a kernel of its own (`fusion/crossings.py`).
     across = rows and not isinstance(t, BlockTuning) and written_across(graph, n, t.vector_least)
     if is_staged(graph, n) and is_held(n, points, rows, caps):
         return [n]
