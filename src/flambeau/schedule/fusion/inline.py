@@ -23,8 +23,8 @@ from flambeau.ir.index import ONE, Index, Op, Sym, about, as_index, volume
 from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 from flambeau.ir.tuning import Tuning
 
-from .needs import Needs
 from ..rewrites.one_hot import picked
+from .needs import Needs
 
 LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
 DEEPEST = 120  # operations in a chain: expressions are walked by recursion
