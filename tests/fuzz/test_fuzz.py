@@ -66,11 +66,14 @@ def test_what_was_found(target: str, name: str, tmp_path_factory: pytest.TempPat
 
 def test_views_of_inputs_that_share_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
     """AOTAutograd would replay those of one upon the other, and read beyond a list of parts."""
+    from flambeau.torch_compat import TORCH
+
     program = written([("torch.ones(2, 14)", "[:, ::2]")], "v0 = a1.split(3, 0)[-1]", "v1 = a0.split(1, 0)[-1] + 1",
                       "v2 = a1.mul_(3)", results="v2, v2, v0, v1")
     both = program.inputs[0], replace(program.inputs[0], name="a1", layout="[:, ::2].select(0, 0)", of="a0")
     outcome = worker_of("cpu", tmp_path_factory.getbasetemp()).run(replace(program, inputs=both))
-    assert not {"crash", "raises", "value"} & {kind for kind, _ in outcome.ours + outcome.torchs}
+    found = outcome.ours + (outcome.torchs if TORCH >= (2, 13) else [])  # torch 2.11 crashes without us
+    assert not {"crash", "raises", "value"} & {kind for kind, _ in found}
 
 
 class Crashing(Worker):

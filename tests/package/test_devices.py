@@ -133,6 +133,7 @@ def test_threads_share_an_opencl_package_that_was_built_here(tmp_path: Path) -> 
 
 
 def test_metal_text_is_checked(cached: tuple[Cached, Path]) -> None:
+    pytest.importorskip("clang.cindex", reason="libclang is not installed: pip install libclang")
     from flambeau.targets.metal.checker import check
 
     sections = {s.kind: bytes(s.data) for s in container.read(cached[1]) if s.name.endswith("metal")}

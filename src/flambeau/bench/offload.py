@@ -63,7 +63,6 @@ def part(talk: Talk, wish: str, device: str, size: str, seconds: float) -> None:
     cuda = device == "cuda"
     if options:
         torch.use_deterministic_algorithms(True)  # with warnings only, attention would not be deterministic
-        torch.backends.cudnn.deterministic = True
     with torch.device(device if cuda else "cpu"):  # the CPU would take seconds for the weights
         built = NETWORKS[NETWORK].build(size, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
     model, inputs = built.module, built.make_inputs()

@@ -280,12 +280,12 @@ _POWERS: dict[float, Callable[[Expr], Expr]] = {
 }
 
 
-@lower_pointwise(aten.pow.Tensor_Tensor, aten.pow.Scalar, exact=WIDE)
+@lower_pointwise(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def general_power(base: Expr, exponent: Expr) -> Expr:
     return base if base.op == "const" and base.attr == 1 else binary("pow", base, exponent)
 
 
-@lower_pointwise(aten.pow.Tensor_Scalar, exact=WIDE)
+@lower_pointwise(aten.pow.Tensor_Scalar)
 def pow(base: Expr, exponent: Expr) -> Expr:
     """The power of a number. Roots of minus zero and minus infinity are not their powers: a CPU has no roots of half
     precision."""
@@ -297,6 +297,9 @@ def pow(base: Expr, exponent: Expr) -> Expr:
         for root in (0.5, -0.5):
             power = where(eq(exponent, root), _POWERS[root](base), power)
     return power
+
+
+describe(aten.pow, exact=WIDE)  # by name, for its forms in place and on lists too
 
 table("float", {aten.sqrt: sqrt, aten.reciprocal: lambda x: 1 / x}, exact=EVERYWHERE)
 table("float", {aten.rsqrt: rsqrt}, exact=ON_CUDA)

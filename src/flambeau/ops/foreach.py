@@ -25,7 +25,8 @@ _UNARY = (
 
 
 def power(base: Any, exponent: Any) -> Any:
-    """The power operator for lists: its GPU kernel has no special cases for simple exponents."""
+    """The power operator for lists. There are no special cases for simple exponents in eager's GPU kernel, nor for
+    exponents in tensors."""
     floats = isinstance(base, Value) and is_float(base.dtype)
     tensors = isinstance(exponent, Value) and not exponent.number
     return (general_power if tensors or build.policy().kernels == "cuda" and floats else pow)(base, exponent)
