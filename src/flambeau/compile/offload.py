@@ -214,8 +214,7 @@ def choose_sent(forward: fx.Graph, backward: fx.Graph, results: int, given: Offl
     found, end = saved_by(forward, backward, results, Machine(given.tuning, given.rate))
     sent: list[Saved] = []
     free = beside(found, end, given)
-    waits = [] if given.part and ends(forward, results) else [s for s in found if s not in free]
-    for s in (*free, *waits):
+    for s in (*free, *(s for s in found if s not in free)):
         if sum(x.bytes for x in sent) >= wanted:
             break
         sent.append(s)
@@ -265,6 +264,8 @@ def keep_elsewhere(joint: fx.GraphModule, cut: Callable[[fx.GraphModule], tuple[
                    results: int, given: Offload) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition a joint graph into forward and backward so that less device memory is held between them."""
     forward, backward = cut(copied(joint))
+    if given.part and ends(forward.graph, results):  # it runs at the peak, with all that it saves
+        return forward, backward
     held, wanted = held_by(forward.graph), wanted_bytes(forward.graph, backward.graph, given)
     notes = [f"of {mebi(peak_of(forward.graph, backward.graph))} at the peak, {mebi(wanted)} are to go"]
     names: set[str] = set()

@@ -7,17 +7,25 @@ All copies (schedule/streams/offload.py) run on one stream of the program's own,
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
 from flambeau.targets.base import Target
+
+deterministic: Any = torch.utils.deterministic  # its stubs lack its settings
 
 NOTES = "flambeau_notes"  # key in the meta of a graph: lines for `flambeau explain`
 
 
 def send(x: torch.Tensor) -> torch.Tensor:
     """A copy in pinned memory, with the same strides. It is complete once the current stream reaches this point."""
-    there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, pin_memory=True)
+    filled = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = False  # with deterministic algorithms, the host would write it first
+    try:
+        there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, pin_memory=True)
+    finally:
+        deterministic.fill_uninitialized_memory = filled
     return there.copy_(x, non_blocking=True)
 
 
