@@ -314,5 +314,6 @@ def _named(wanted: Iterable[str]) -> Callable[[list[str]], list[str]]:
 
 
 def _tail(log: IO[bytes]) -> str:
+    """The end of a worker's log; of a crash the stack, without the modules that are listed after it."""
     log.seek(0)
-    return log.read().decode(errors="replace")[-3000:]
+    return log.read().decode(errors="replace").split("\nExtension modules:")[0][-3000:]
