@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flambeau.capture.decompositions import table
 from flambeau.capture.graph import capture
+from flambeau.codegen.source import BlockSource
 from flambeau.codegen.triton.dialect import CAPABILITIES
 from flambeau.codegen.triton.kernel import render
 from flambeau.ir.tuning import ProductTile
@@ -20,10 +21,21 @@ from flambeau.schedule.plan import schedule
 
 
 def texts(fn: Callable[..., Any], *args: torch.Tensor, own: bool = False, mode: str = "fake") -> list[str]:
+    return [source.text for source in sources(fn, *args, own=own, mode=mode)]
+
+
+def warps(fn: Callable[..., Any], *args: torch.Tensor) -> int:
+    """The warps of the only kernel's only part."""
+    (source,) = sources(fn, *args)
+    (part,) = source.parts
+    return part.warps
+
+
+def sources(fn: Callable[..., Any], *args: torch.Tensor, own: bool = False, mode: str = "fake") -> list[BlockSource]:
     graph = make_fx(lambda *given: [fn(*given)], decomposition_table=table(False), tracing_mode=mode)(*args)
     names = frozenset(n.name for n in graph.graph.nodes) if own else frozenset[str]()
     captured = capture(graph, CAPABILITIES, frozenset(), own=names)
-    return [render(k, "k").text for k in schedule(captured.graph, CAPABILITIES).kernels]
+    return [render(k, "k") for k in schedule(captured.graph, CAPABILITIES).kernels]
 
 
 def tiles(text: str) -> list[int]:
@@ -125,6 +137,13 @@ def test_columns_of_several_short_lines_are_scanned_side_by_side() -> None:
     assert tiles(text) == [32, 64] and re.search(r"% 5\b", text)
     text, = texts(lambda x: x.logcumsumexp(0), torch.empty(131, 65723, 9)[:, :, :8])
     assert tiles(text) == [8, 4, 64]
+
+
+def test_expensive_scans_of_columns_have_few_warps() -> None:
+    """A thread that combines many elements itself exchanges few with others; where this costs little, more threads have
+    more accesses in flight."""
+    columns = torch.empty(8192, 8192)
+    assert [warps(f, columns) for f in (lambda x: x.logcumsumexp(0), lambda x: x.cummax(0)[0])] == [2, 8]
 
 
 def test_tiles_that_share_what_they_read_lie_on_top_of_one_another() -> None:

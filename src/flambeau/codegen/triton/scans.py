@@ -88,7 +88,7 @@ class ScanBlocks(BlockWriter):
         """Warps for a tile: a thread scans as many elements as its registers hold, which costs least."""
         k = self.k
         columns = k.form.name != "rows"
-        if self.apart or columns and len(k.combine.dtypes) > 1:  # more threads have more accesses in flight
+        if self.apart or columns and len(k.combine.dtypes) > 1 and not self.expensive:  # more accesses in flight
             each = BLOCKS.scan_thread_column if columns else BLOCKS.scan_thread_apart
             return max(1, min(BLOCKS.most_warps, elements // (BLOCKS.warp * each)))
         each = BLOCKS.scan_thread // power(sum(-(-d.itemsize // 4) for d in k.combine.dtypes))
