@@ -80,6 +80,8 @@ class ScanBlocks(BlockWriter):
         elif look_back and not self.expensive:
             # Pieces wait for one another: limit the number of pieces in a row.
             piece = min(BLOCKS.scan_longest, max(piece, power(-(-length // BLOCKS.scan_in_a_row))))
+        elif self.expensive and not look_back and not rows and length >= piece == most:
+            piece, cut = piece // 2, True  # the more lanes a scan joins, the more often it combines
         self.blocks = [*blocks.values(), piece]
         self.row: int = len(blocks)
         return self.looking_back(outer, blocks) if look_back else self.walking(outer, blocks, cut)
