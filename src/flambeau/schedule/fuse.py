@@ -13,8 +13,9 @@ from functools import lru_cache
 
 from flambeau.ir.expr import Expr, loads, walk
 from flambeau.ir.index import ONE, ZERO, Index, Sym, as_index, volume
-from flambeau.ir.needs import Needs
 from flambeau.ir.nodes import Contract, Graph, Node, Partial, Pointwise, Reduce, Segment
+
+from .streams.needs import Needs
 
 MOST_MEMBERS = 48
 MOST_BUFFERS = 48

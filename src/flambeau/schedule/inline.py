@@ -20,11 +20,11 @@ from flambeau.ir.capabilities import Capabilities
 from flambeau.ir.dtypes import is_float
 from flambeau.ir.expr import OPS, SIMPLE, Expr, cost_of, held, index_children, loads, masked, rewrite, walk
 from flambeau.ir.index import ONE, Index, Op, Sym, about, as_index, volume
-from flambeau.ir.needs import Needs
 from flambeau.ir.nodes import Contract, Extern, Graph, Node, Pointwise, Reduce, Scan, Scatter, Segment, Value
 from flambeau.ir.tuning import Tuning
 
 from .rewrites.one_hot import picked
+from .streams.needs import Needs
 
 LARGEST = 600  # expressions in one body: beyond this compilers slow down more than fusion brings
 DEEPEST = 120  # operations in a chain: expressions are walked by recursion

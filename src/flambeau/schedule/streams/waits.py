@@ -12,11 +12,11 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flambeau.ir.needs import Needs
 from flambeau.ir.nodes import Graph, Node
 from flambeau.ir.program import WORK, Copy, Fence, Keep, Program, Record, Step, StreamNumbers, Wait
 
 from ..memory import ProgramDraft, lifetimes, plan_memory
+from .needs import Needs
 from .order import Cell, Clock, Clocks, Moment, accesses, check_order, count_streams, joined, roots
 
 # ---- sections of a graph ---------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .index import Index
-from .nodes import Extern, Graph, Host, Node, Scatter, Value
+from flambeau.ir.index import Index
+from flambeau.ir.nodes import Extern, Graph, Host, Node, Scatter, Value
 
 
 class Needs:
